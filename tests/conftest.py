@@ -1,0 +1,52 @@
+"""Fixtures and the one rule by which a GPU test may be skipped."""
+
+import os
+
+import hypothesis
+import numpy as np
+import pytest
+
+from flcuda import device
+
+# No deadline: how long an example takes says nothing on a machine that does other things as well.
+hypothesis.settings.register_profile("flcuda", deadline=None)
+hypothesis.settings.load_profile("flcuda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="a test that needs a GPU fails, not skips, without one")
+    parser.addoption("--seed", type=int, default=0, help="seed of the random data of the tests")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"flcuda: seed {config.getoption('--seed')}, GPU {'found' if device.cuda_available() else 'none'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/tests/gpu/" in str(item.path).replace(os.sep, "/"):
+            item.add_marker(pytest.mark.gpu)
+    if device.cuda_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            if config.getoption("--require-gpu"):
+                item.add_marker(pytest.mark.usefixtures("no_gpu_is_a_failure"))
+            else:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device or driver here"))
+
+
+@pytest.fixture
+def no_gpu_is_a_failure() -> None:
+    pytest.fail("--require-gpu was given and there is no CUDA device or driver here")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(request.config.getoption("--seed"))
+
+
+@pytest.fixture(autouse=True)
+def own_choice_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has an empty store of choices of its own, never the user's."""
+    monkeypatch.setenv("FLCUDA_CHOICES", str(tmp_path_factory.mktemp("choices")))
