@@ -1,0 +1,38 @@
+"""Finds how to compute a Problem: asks the sources, measures, remembers, and makes live plans.
+
+The functions `plan`, `policy` and `problems` stand in front of the modules of these names, which are imported by their
+full names (`from flcuda.finder.plan import Plan`).
+"""
+
+from flcuda.finder.candidate import Candidate, Runner
+from flcuda.finder.choice import Choice, Key
+from flcuda.finder.plan import Plan
+from flcuda.finder.policy import Policy, current_policy, policy
+from flcuda.finder.problem import ConvolutionProblem, output_shape
+from flcuda.finder.problems import problems
+from flcuda.finder.report import FindReport, Row
+from flcuda.finder.search import find, plan
+from flcuda.finder.sources import Source, source
+from flcuda.finder.store import ChoiceStore, default_store
+
+__all__ = [
+    "Candidate",
+    "Choice",
+    "ChoiceStore",
+    "ConvolutionProblem",
+    "FindReport",
+    "Key",
+    "Plan",
+    "Policy",
+    "Row",
+    "Runner",
+    "Source",
+    "current_policy",
+    "default_store",
+    "find",
+    "output_shape",
+    "plan",
+    "policy",
+    "problems",
+    "source",
+]

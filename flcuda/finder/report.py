@@ -1,0 +1,232 @@
+"""What the finder found: every candidate with its times, or the reason why it cannot be used."""
+
+import io
+import json
+import os
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flcuda.device import Device
+from flcuda.errors import FlcudaError
+from flcuda.finder.candidate import Candidate, Runner
+from flcuda.finder.choice import Choice, Key
+from flcuda.finder.plan import Plan
+from flcuda.timing import Timing
+
+_WIDTH = 80
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate of a report.
+
+    Attributes:
+        label: names it within the report: source and algo, with math and parameters where others share these.
+        candidate: the candidate.
+        choice: the Choice that it would be.
+        device: where it was asked for.
+        timing: its times; None when it was not measured.
+        build_ms: milliseconds to build and run it for the first time; None when that was not tried.
+        reason: why it cannot be used, also when the policy forbids it; None when it can.
+        runner: what was measured, on the thread that searched; None when it was not.
+    """
+
+    label: str
+    candidate: Candidate
+    choice: Choice
+    device: Device
+    timing: Timing | None = None
+    build_ms: float | None = None
+    reason: str | None = None
+    runner: Runner | None = field(default=None, repr=False, compare=False)
+
+    def plan(self) -> Plan:
+        """Makes a Plan that runs this candidate and no other, on this thread; also one that the policy forbids.
+
+        Raises:
+            CudnnNotSupportedError: its source cannot build it.
+        """
+        with self.device.use():
+            return Plan(self.choice, self.device, self.candidate.build())
+
+    def pin(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes this row's Choice into a folder of choices, so that the mode "pinned" uses it.
+
+        Raises:
+            FlcudaError: it cannot be used; the text says why.
+            OSError: the folder cannot be written.
+        """
+        if self.reason is not None:
+            raise FlcudaError(f"{self.label} cannot be pinned: {self.reason}")
+        return self.choice.pin(folder)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row as JSON values; times in milliseconds, workspace in bytes."""
+        candidate = self.candidate
+        return {
+            "id": self.label,
+            "source": candidate.source,
+            "algo": candidate.algo,
+            "math": candidate.math,
+            "parameters": dict(candidate.parameters),
+            "median_ms": None if self.timing is None else self.timing.median_ms,
+            "spread_ms": None if self.timing is None else self.timing.spread_ms,
+            "samples": None if self.timing is None else self.timing.samples,
+            "host_us": None if self.timing is None else self.timing.host_us,
+            "reported_ms": candidate.reported_ms,
+            "build_ms": self.build_ms,
+            "workspace": candidate.workspace,
+            "deterministic": candidate.deterministic,
+            "reason": self.reason,
+        }
+
+
+class FindReport:
+    """All candidates for a Problem, ranked.
+
+    Attributes:
+        key: Problem, policy, device model, library version and sources.
+        device: where they ran.
+        rows: the usable ones, the best first, then the others in their sources' order.
+    """
+
+    def __init__(self, key: Key, device: Device, rows: list[Row]) -> None:
+        self.key = key
+        self.device = device
+        self.rows = rows
+
+    @property
+    def best(self) -> Choice:
+        """The Choice of the best row.
+
+        Raises:
+            FlcudaError: no candidate can be used.
+        """
+        usable = self.usable
+        if not usable:
+            raise FlcudaError(f"no candidate can be used for {self.key.problem}: {self.reasons}")
+        return usable[0].choice
+
+    @property
+    def usable(self) -> list[Row]:
+        """The rows that can be used, the best first."""
+        return [row for row in self.rows if row.reason is None]
+
+    @property
+    def reasons(self) -> str:
+        """Why the others cannot be used, in one line."""
+        return "; ".join(f"{row.label}: {row.reason}" for row in self.rows if row.reason is not None) or "there is none"
+
+    def __getitem__(self, name: str) -> Row:
+        """Returns the row of a label, or the best row of a source and algo ("legacy:GEMM").
+
+        Raises:
+            KeyError: there is none; the message lists the labels.
+        """
+        for row in self.rows:
+            if row.label == name:
+                return row
+        for row in self.rows:
+            if row.candidate.id == name:
+                return row
+        raise KeyError(f"no row {name!r}; there are {', '.join(row.label for row in self.rows)}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        """The report as a table of at most 80 columns; spread in milliseconds, MB of workspace, det.: deterministic."""
+        text = io.StringIO()
+        console = Console(file=text, width=_WIDTH, force_terminal=False, color_system=None, highlight=False)
+        model = dict(self.key.device_model)
+        console.print(Text(str(self.key.problem)))
+        console.print(Text(f"{self.device.kind}: {model.get('name', 'unknown')}, {self.key.library_version}"))
+        if self.device.kind == "cpu":
+            console.print(Text("measured on the CPU: these times say nothing about a GPU"))
+        usable = self.usable
+        if usable:
+            console.print(self._table(usable))
+        else:
+            console.print("no candidate can be used")
+        refused = [row for row in self.rows if row.reason is not None]
+        if refused:
+            console.print("not usable:")
+            for row in refused:
+                reason = f"  {row.label}: {row.reason}"
+                console.print(Text(textwrap.fill(reason, _WIDTH, subsequent_indent="    ")))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
+
+    def _table(self, usable: list[Row]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+        table.add_column("#", justify="right")
+        table.add_column("source", min_width=9, no_wrap=True)
+        table.add_column("algo", overflow="fold")
+        table.add_column("math", min_width=9, no_wrap=True)
+        table.add_column("median ms", justify="right", no_wrap=True)
+        table.add_column("spread", justify="right", min_width=7, no_wrap=True)
+        table.add_column("MB", justify="right", min_width=7, no_wrap=True)
+        table.add_column("det.", no_wrap=True)
+        for rank, row in enumerate(usable, 1):
+            candidate = row.candidate
+            parameters = " ".join(f"{name}={value}" for name, value in candidate.parameters)
+            table.add_row(
+                str(rank),
+                candidate.source,
+                f"{candidate.algo} {parameters}".strip(),
+                candidate.math,
+                "-" if row.timing is None else milliseconds(row.timing.median_ms),
+                "-" if row.timing is None or row.timing.samples < 2 else milliseconds(row.timing.spread_ms),
+                f"{candidate.workspace / _MB:.1f}",
+                "yes" if candidate.deterministic else "no",
+            )
+        return table
+
+    def to_json(self) -> str:
+        """Returns the report as JSON text: the key, the device, the best row's id, and the rows."""
+        usable = self.usable
+        value = {
+            **self.key.to_json(),
+            "device": str(self.device),
+            "best": usable[0].label if usable else None,
+            "rows": [row.to_json() for row in self.rows],
+        }
+        return json.dumps(value, indent=2)
+
+
+def milliseconds(value: float) -> str:
+    """Returns a time in milliseconds as text of some four digits."""
+    decimals = 4 if value < 1 else 3 if value < 10 else 2 if value < 100 else 1
+    return f"{value:.{decimals}f}"
+
+
+def labels(candidates: list[Candidate]) -> list[str]:
+    """Returns one name a candidate: its id, with math, then parameters, then a number where others share it."""
+    names = [candidate.id for candidate in candidates]
+    maths: dict[str, set[str]] = {}
+    for candidate in candidates:
+        maths.setdefault(candidate.id, set()).add(candidate.math)
+    names = [
+        f"{name}/{candidate.math}" if len(maths[name]) > 1 else name
+        for name, candidate in zip(names, candidates, strict=True)
+    ]
+    shared = Counter(names)
+    names = [
+        "/".join([name, *(f"{key}={value}" for key, value in candidate.parameters)]) if shared[name] > 1 else name
+        for name, candidate in zip(names, candidates, strict=True)
+    ]
+    shared = Counter(names)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(f"{name}#{seen[name]}" if shared[name] > 1 else name)
+    return unique

@@ -1,0 +1,354 @@
+"""The two questions: which candidate is best (`find`), and a live solution, found if it must be (`plan`)."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from flcuda import device as devices
+from flcuda.device import Device
+from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError, FlcudaError
+from flcuda.finder import measure
+from flcuda.finder.candidate import Candidate
+from flcuda.finder.choice import Choice, Key
+from flcuda.finder.plan import Plan, Solution, is_refusal
+from flcuda.finder.policy import Policy, current_policy
+from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.report import FindReport, Row, labels
+from flcuda.finder.sources import Source, source_named, sources_for
+from flcuda.finder.store import ChoiceStore, default_store
+
+Progress = Callable[[int, int], None]
+
+# one search at a time: two that measure at once would time each other; re-entrant, since a source may itself ask for a
+# plan
+_searching = threading.RLock()
+
+
+def find(
+    problem: ConvolutionProblem,
+    *,
+    policy: Policy | None = None,
+    device: str | Device | None = None,
+    sources: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> FindReport:
+    """Asks every source for candidates, measures them on scratch arrays and ranks them; stores the best.
+
+    Runs on the current stream and takes memory from the current allocator. In the mode "heuristic" nothing is measured
+    or stored, and the rows stand in their sources' order.
+
+    Args:
+        problem: what is to be computed.
+        policy: by default that of the context, `current_policy()`.
+        device: a Device, "cuda", "cpu" or None for a GPU if there is one.
+        sources: names of the sources to ask; by default all for the device.
+        progress: called with the number of candidates tried so far and their number.
+
+    Returns:
+        The report; its first row is the best.
+
+    Raises:
+        CudnnNotSupportedError: on CUDA, no candidate can be used; the text gives each one's reason.
+        ValueError: the same on the CPU; the mode is "pinned"; or an argument is invalid.
+        DeviceNotFoundError: the device is not here.
+        FlcudaError: a CUDA graph is being captured.
+    """
+    policy = current_policy() if policy is None else policy
+    if policy.mode == "pinned":
+        raise ValueError("policy.mode 'pinned' takes stored choices only, there is nothing to find; use flcuda.plan")
+    place, asked = _resolve(problem, device, sources)
+    with _searching, place.use():
+        key = Key.of(problem, policy, place, tuple(source.name for source in asked))
+        report = _search(key, place, asked, progress)
+        if policy.mode == "find":
+            default_store().put(report.best)
+        return report
+
+
+def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: str | Device | None = None) -> Plan:
+    """Makes a live solution on this thread: of the stored choice, from memory or the folder, else of a new search.
+
+    Args:
+        problem: what is to be computed.
+        policy: by default that of the context, `current_policy()`.
+        device: a Device, "cuda", "cpu" or None for a GPU if there is one.
+
+    Returns:
+        The Plan.
+
+    Raises:
+        CudnnNotSupportedError: on CUDA, no candidate can be used; the text gives each one's reason.
+        ValueError: the same on the CPU.
+        DeviceNotFoundError: the device is not here.
+        FlcudaError: nothing is stored, and the mode is "pinned" or a CUDA graph is being captured.
+    """
+    policy = current_policy() if policy is None else policy
+    place, asked = _resolve(problem, device, None)
+    store = default_store()
+    with place.use():
+        key = Key.of(problem, policy, place, tuple(source.name for source in asked))
+        pinned = policy.mode == "pinned"
+        stored = _stored(key, store)
+        found = None if stored is None else _restored(stored, key, place, asked, store, pinned)
+        if found is not None:
+            return found
+        _refuse_to_search(key, store, pinned)
+        with _searching:
+            # another thread may have searched for the same while this one waited
+            newer = _stored(key, store)
+            found = None if newer in (None, stored) else _restored(newer, key, place, asked, store, pinned)
+            if found is not None:
+                return found
+            if policy.mode == "heuristic":
+                return _first_that_builds(key, place, asked, store)
+            report = _search(key, place, asked, None)
+            store.put(report.best)
+        best, *others = report.usable
+        if best.runner is None:
+            raise AssertionError(f"{best.label} was measured without a runner")
+        solutions = [(row.choice, row.candidate) for row in others]
+        return Plan(best.choice, place, best.runner, others=lambda: iter(solutions), ran=_keeper(store, key))
+
+
+def _resolve(
+    problem: ConvolutionProblem, device: str | Device | None, names: Sequence[str] | None
+) -> tuple[Device, tuple[Source, ...]]:
+    """Checks the arguments; returns the device and the sources to ask."""
+    if not isinstance(problem, ConvolutionProblem):
+        raise TypeError(f"problem must be a Problem, not {problem!r} (Problem.parse reads a line)")
+    place = devices.resolve(device)
+    if names is None:
+        return place, sources_for(place)
+    asked = tuple(source_named(name) for name in names)
+    for source in asked:
+        if place.kind not in source.devices:
+            raise ValueError(f"sources: {source.name!r} does not compute on {place}")
+    if not asked:
+        raise ValueError("sources is empty: name at least one")
+    return place, asked
+
+
+def _refuse_to_search(key: Key, store: ChoiceStore, pinned: bool) -> None:
+    """Raises when a miss must not lead to a search."""
+    if pinned:
+        raise FlcudaError(
+            f"policy.mode is 'pinned' and no choice is stored in {store.folder} for {key.problem} "
+            f"({key.text}); find it first and pin it there: flcuda.find(problem).best.pin(folder)"
+        )
+    if devices.is_capturing():
+        raise FlcudaError(
+            f"no choice is stored for {key.problem}, and none can be searched while a CUDA graph is captured; "
+            "run the step once before the capture"
+        )
+
+
+def _stored(key: Key, store: ChoiceStore) -> Choice | None:
+    """Returns the stored choice for a key; in the mode "heuristic" a measured one is the better answer."""
+    if key.policy.mode == "heuristic":
+        measured = store.get(replace(key, policy=replace(key.policy, mode="find")))
+        if measured is not None:
+            return measured
+    return store.get(key)
+
+
+def _restored(
+    choice: Choice, key: Key, device: Device, asked: tuple[Source, ...], store: ChoiceStore, pinned: bool
+) -> Plan | None:
+    """Makes the Plan of a stored choice; None, with a warning, when it no longer works."""
+    by_name = {source.name: source for source in asked}
+    try:
+        candidate = by_name[choice.source].restore(key.problem, choice, device)
+        runner = candidate.build()
+    except (FlcudaError, ValueError, LookupError, MemoryError) as error:
+        if pinned:
+            raise FlcudaError(
+                f"policy.mode is 'pinned' and the stored choice {choice.id} for {key.problem} "
+                f"does not work here: {error}"
+            ) from error
+        warnings.warn(
+            f"the stored choice {choice.id} for {key.problem} no longer works: {error}; searching again",
+            UserWarning,
+            stacklevel=3,
+        )
+        return None
+    if pinned:
+        return Plan(choice, device, runner)
+    others = _unmeasured(key, device, asked, {choice.identity})
+    return Plan(choice, device, runner, others=others, ran=_keeper(store, key))
+
+
+def _keeper(store: ChoiceStore, key: Key) -> Callable[[Choice], None]:
+    """Returns what a Plan calls with the choice that it ran instead, or without measuring: kept for this process only.
+
+    Memory may suffice again in the next process, so the folder keeps the measured choice.
+    """
+
+    def keep(choice: Choice) -> None:
+        store.put(replace(choice, key=key), folder=False)
+
+    return keep
+
+
+def _unmeasured(
+    key: Key, device: Device, asked: tuple[Source, ...], tried: set[object]
+) -> Callable[[], Iterator[Solution]]:
+    """Returns an iterator, made when needed, over the candidates in their sources' order, without those tried."""
+
+    def others() -> Iterator[Solution]:
+        quick = replace(key, policy=replace(key.policy, mode="heuristic"))
+        for candidate in _candidates(quick, device, asked):
+            if candidate.reason is None and candidate.identity not in tried:
+                yield Choice.of(key, candidate), candidate
+
+    return others
+
+
+def _first_that_builds(key: Key, device: Device, asked: tuple[Source, ...], store: ChoiceStore) -> Plan:
+    """Makes the Plan of the first candidate that builds; the others follow when it does not run."""
+    rows = _unmeasured_rows(key, device, asked)
+    usable = iter([(row.choice, row.candidate) for row in rows if row.reason is None])
+    reasons = [f"{row.label}: {row.reason}" for row in rows if row.reason is not None]
+    for choice, candidate in usable:
+        try:
+            runner = candidate.build()
+        except (CudnnError, MemoryError) as error:
+            if not is_refusal(error):
+                raise
+            reasons.append(f"{candidate.id}: {error}")
+            continue
+        return Plan(choice, device, runner, others=lambda: usable, ran=_keeper(store, key))
+    raise _nothing_usable(key, device, "; ".join(reasons))
+
+
+def _nothing_usable(key: Key, device: Device, reasons: str) -> FlcudaError | ValueError:
+    text = f"no candidate can be used for {key.problem} under {key.policy}: {reasons or 'there is none'}"
+    if device.kind == "cpu":
+        return ValueError(text)
+    return CudnnNotSupportedError("flcuda.find", NOT_SUPPORTED, text, "CUDNN_STATUS_NOT_SUPPORTED")
+
+
+def _candidates(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Candidate]:
+    """Asks the sources; what the policy forbids gets a reason."""
+    limit = key.policy.workspace_limit
+    if limit is None:
+        limit = devices.workspace_limit(device)
+    found = []
+    for source in asked:
+        try:
+            offered = list(source.candidates(key.problem, key.policy, device))
+        except CudnnNotSupportedError as error:
+            offered = [_refused(source, key.problem, error)]
+        for candidate in offered:
+            reason = candidate.reason
+            if reason is None and key.policy.deterministic and not candidate.deterministic:
+                reason = "not deterministic"
+            if reason is None and candidate.workspace > limit:
+                reason = f"workspace of {candidate.workspace} bytes is above the limit of {limit}"
+            found.append(candidate if reason == candidate.reason else replace(candidate, reason=reason))
+    return found
+
+
+def _refused(source: Source, problem: ConvolutionProblem, error: CudnnNotSupportedError) -> Candidate:
+    """Makes the row of a source that has nothing to offer."""
+
+    def build() -> object:
+        raise error
+
+    return Candidate(
+        source=source.name,
+        algo="all",
+        math=problem.math,
+        workspace=0,
+        deterministic=True,
+        build=build,  # type: ignore[arg-type]
+        reason=measure.failure_reason(error),
+    )
+
+
+def _unmeasured_rows(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Row]:
+    candidates = _candidates(key, device, asked)
+    rows = [
+        Row(label=label, candidate=candidate, choice=Choice.of(key, candidate), device=device, reason=candidate.reason)
+        for label, candidate in zip(labels(candidates), candidates, strict=True)
+    ]
+    return sorted(rows, key=lambda row: row.reason is not None)
+
+
+def _search(key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None) -> FindReport:
+    """Makes the report for a key, or raises when nothing is usable."""
+    if devices.is_capturing():
+        raise FlcudaError(f"nothing can be searched for {key.problem} while a CUDA graph is captured")
+    if key.policy.mode == "heuristic":
+        rows = _unmeasured_rows(key, device, asked)
+    else:
+        rows = _measured_rows(key, device, asked, progress)
+    report = FindReport(key, device, rows)
+    if not report.usable:
+        raise _nothing_usable(key, device, report.reasons)
+    return report
+
+
+def _measured_rows(key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None) -> list[Row]:
+    candidates = _candidates(key, device, asked)
+    arrays = measure.with_memory(lambda: key.problem.random_arrays(device=device), device)
+    first, second, _ = key.problem.operands
+    measured = measure.measure(_announced(candidates, progress), (arrays[first], arrays[second], arrays["out"]), device)
+    names = dict(zip((id(candidate) for candidate in candidates), labels(candidates), strict=True))
+    rows = [
+        Row(
+            label=names[id(each.candidate)],
+            candidate=each.candidate,
+            choice=Choice.of(
+                key,
+                each.candidate,
+                None if each.timing is None else each.timing.median_ms,
+                None if each.timing is None else each.timing.spread_ms,
+            ),
+            device=device,
+            timing=each.timing,
+            build_ms=each.build_ms if each.candidate.reason is None else None,
+            reason=each.reason,
+            runner=each.runner,
+        )
+        for each in measured
+    ]
+    rows.sort(key=_rank)
+    _warn_of_workspace(key, rows)
+    return rows
+
+
+def _rank(row: Row) -> tuple[bool, float, str]:
+    """Orders rows: the usable by time, then the others; equal times by label, so that the order is reproducible."""
+    if row.reason is not None or row.timing is None:
+        return (True, 0.0, "")
+    return (False, row.timing.median_ms, row.label)
+
+
+def _announced(candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Candidate]:
+    """Yields the candidates, telling `progress` of each one that is taken."""
+    candidates = list(candidates)
+    for index, candidate in enumerate(candidates):
+        if progress is not None:
+            progress(index, len(candidates))
+        yield candidate
+    if progress is not None:
+        progress(len(candidates), len(candidates))
+
+
+def _warn_of_workspace(key: Key, rows: list[Row]) -> None:
+    """Warns when a candidate above the workspace limit claims to be faster than the best."""
+    usable = [row for row in rows if row.reason is None and row.timing is not None]
+    if not usable or usable[0].timing is None:
+        return
+    best = usable[0].timing.median_ms
+    for row in rows:
+        claimed = row.candidate.reported_ms
+        if row.reason is not None and row.reason.startswith("workspace of") and claimed is not None and claimed < best:
+            warnings.warn(
+                f"the workspace limit excluded {row.label}, which claims {claimed:.3f} ms against {best:.3f} ms of "
+                f"{usable[0].label}: {row.reason} ({key.problem})",
+                UserWarning,
+                stacklevel=5,
+            )
+            return

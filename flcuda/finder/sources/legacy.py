@@ -1,0 +1,684 @@
+"""Source ``legacy``: the algorithms behind cudnnFindConvolution*, cudnnGetConvolution*_v7 and cudnnConvolution*.
+
+NVIDIA marks these functions deprecated; on many problems in strict float32 nothing else of cuDNN's is as fast.
+
+Note [staging]: what these functions cannot take as it is goes through a packed copy from CuPy's pool, made at each run
+and so part of the time that the finder measures: padding that differs before and after (the copy of x is padded, that
+of dx cropped), filters that are packed in no layout or in another than the tensors, and operands whose address is
+aligned to fewer than 16 bytes. When all is refused like that, there is a second attempt on packed NCHW copies of all
+operands. 1-D convolutions run as 2-D ones of height 1.
+
+Note [math]: Find reports a math type for each entry, and that one is set before the entry runs (cupy PR#1428). With
+math "fma" every entry runs under CUDNN_FMA_MATH, the only type that forbids TF32, and entries that want tensor
+operations are dropped. With "tensor_op" those that would convert operands to a smaller type first (ALLOW_CONVERSION)
+are dropped.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flcuda import cudnn
+from flcuda import device as devices
+from flcuda.device import Device
+from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError
+from flcuda.finder.candidate import Candidate
+from flcuda.finder.choice import Choice
+from flcuda.finder.plan import is_out_of_memory
+from flcuda.finder.policy import Policy
+from flcuda.finder.problem import ConvolutionProblem, same_strides
+
+LARGEST = 2**31 - 1
+"""More elements, or a larger stride, does not fit into the 32-bit integers of the descriptors."""
+
+ALIGNMENT = 16
+"""Operands aligned to fewer bytes are copied: the kernels load vectors of this size."""
+
+_NCHW = "nchw"
+_GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """One row of the table of the three directions: the C functions, and the order in which they take the operands.
+
+    Attributes:
+        find: name of the function that measures the algorithms.
+        get: name of the one that ranks them by heuristics.
+        workspace: name of the one that gives an algorithm's workspace.
+        run: name of the one that computes.
+        entry: name of the struct in which the first two answer.
+        prefix: what the enum's members begin with.
+        count: name of the member that counts the algorithms.
+        swapped: the C functions take the second input first.
+    """
+
+    find: str
+    get: str
+    workspace: str
+    run: str
+    entry: str
+    prefix: str
+    count: str
+    swapped: bool
+
+
+_DIRECTIONS = {
+    "forward": _Direction(
+        find="cudnnFindConvolutionForwardAlgorithmEx",
+        get="cudnnGetConvolutionForwardAlgorithm_v7",
+        workspace="cudnnGetConvolutionForwardWorkspaceSize",
+        run="cudnnConvolutionForward",
+        entry="cudnnConvolutionFwdAlgoPerf_t",
+        prefix="CUDNN_CONVOLUTION_FWD_ALGO_",
+        count="CUDNN_CONVOLUTION_FWD_ALGO_COUNT",
+        swapped=False,
+    ),
+    "backward_data": _Direction(
+        find="cudnnFindConvolutionBackwardDataAlgorithmEx",
+        get="cudnnGetConvolutionBackwardDataAlgorithm_v7",
+        workspace="cudnnGetConvolutionBackwardDataWorkspaceSize",
+        run="cudnnConvolutionBackwardData",
+        entry="cudnnConvolutionBwdDataAlgoPerf_t",
+        prefix="CUDNN_CONVOLUTION_BWD_DATA_ALGO_",
+        count="CUDNN_CONVOLUTION_BWD_DATA_ALGO_COUNT",
+        swapped=True,
+    ),
+    "backward_filter": _Direction(
+        find="cudnnFindConvolutionBackwardFilterAlgorithmEx",
+        get="cudnnGetConvolutionBackwardFilterAlgorithm_v7",
+        workspace="cudnnGetConvolutionBackwardFilterWorkspaceSize",
+        run="cudnnConvolutionBackwardFilter",
+        entry="cudnnConvolutionBwdFilterAlgoPerf_t",
+        prefix="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_",
+        count="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_COUNT",
+        swapped=False,
+    ),
+}
+
+
+# --- what cuDNN is given ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One operand as cuDNN gets it.
+
+    Attributes:
+        name: x, w, y or a gradient.
+        shape: (N, C, height, width) or of a higher rank; padded where ``inside`` leaves a border.
+        strides: in elements.
+        dtype: its word.
+        staged: it is a packed copy. See Note [staging].
+        inside: the part of the staged copy that holds the operand; the rest is zeros.
+        raised: the Problem's operand is 1-D and has no height.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    staged: bool
+    inside: tuple[slice, ...]
+    raised: bool
+
+    @property
+    def bordered(self) -> bool:
+        """Whether the copy holds more than the operand."""
+        return any(part.stop - part.start != size for part, size in zip(self.inside, self.shape, strict=True))
+
+    @property
+    def extent(self) -> int:
+        """How many elements of memory it spans."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+
+    def copy_in(self, array: Any) -> Any:
+        """Makes the staged copy of an input, or of an output that is added to."""
+        copy = self.empty()
+        if self.bordered:
+            copy[...] = 0
+        copy[self.inside] = self._bits(array)
+        return copy
+
+    def copy_out(self, copy: Any, array: Any) -> None:
+        """Writes a staged output back."""
+        self._bits(array)[...] = copy[self.inside]
+
+    def empty(self) -> Any:
+        """Allocates the staged copy, as unsigned integers of the dtype's size: copying does not look at the values."""
+        bits = _BITS[devices.DTYPES[self.dtype].itemsize]
+        order = sorted(range(len(self.shape)), key=lambda dim: (-self.strides[dim], dim))
+        memory = devices.cupy().empty(tuple(self.shape[dim] for dim in order), bits)
+        return memory.transpose(tuple(order.index(dim) for dim in range(len(order))))
+
+    def _bits(self, array: Any) -> Any:
+        raised = array[:, :, None] if self.raised else array
+        return raised.view(_BITS[array.dtype.itemsize])
+
+
+_BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A Problem as the legacy functions take it.
+
+    Attributes:
+        problem: the Problem.
+        layout: "given", or "nchw" for the second attempt of Note [staging].
+        x: x or dx.
+        w: w or dw.
+        y: y or dy.
+        filter_layout: in which layout the filter is packed.
+        padding: on both sides, what both sides have in common.
+        stride: one number a spatial dimension.
+        dilation: likewise.
+    """
+
+    problem: ConvolutionProblem
+    layout: str
+    x: Operand
+    w: Operand
+    y: Operand
+    filter_layout: str
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @classmethod
+    def create(cls, problem: ConvolutionProblem, layout: str = _GIVEN) -> "Call":
+        """Works out what cuDNN is given.
+
+        Args:
+            problem: any Problem.
+            layout: "given": tensors keep their strides; "nchw": everything that is not packed NCHW is copied.
+
+        Returns:
+            The call. Nothing is allocated.
+        """
+        x_name, w_name, y_name = sorted(problem.operands, key=lambda name: "xwy".index(name[-1]))
+        agreed = problem.layout_of(x_name)
+        if agreed != problem.layout_of(y_name) or agreed == "strided" or layout == _NCHW:
+            agreed = _NCHW
+        raised = len(problem.stride) == 1
+        common = tuple(min(pair) for pair in zip(problem.padding_before, problem.padding_after, strict=True))
+        borders = tuple(
+            (before - both, after - both)
+            for before, after, both in zip(problem.padding_before, problem.padding_after, common, strict=True)
+        )
+        none = ((0, 0),) * len(borders)
+        pack = layout == _NCHW
+        return cls(
+            problem=problem,
+            layout=layout,
+            x=_operand(problem, x_name, borders, agreed, pack, raised),
+            w=_operand(problem, w_name, none, agreed, True, raised),
+            y=_operand(problem, y_name, none, agreed, pack, raised),
+            filter_layout=agreed,
+            padding=(0, *common) if raised else common,
+            stride=(1, *problem.stride) if raised else problem.stride,
+            dilation=(1, *problem.dilation) if raised else problem.dilation,
+        )
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        """The two inputs and the output, in the Problem's order."""
+        by_letter = {"x": self.x, "w": self.w, "y": self.y}
+        first, second, out = self.problem.operands
+        return by_letter[first[-1]], by_letter[second[-1]], by_letter[out[-1]]
+
+    @property
+    def copies_nothing(self) -> bool:
+        """Whether no operand is staged."""
+        return not any(operand.staged for operand in self.operands)
+
+    def refusal(self) -> str | None:
+        """Says why the legacy functions cannot take the Problem at all; None when they may."""
+        p = self.problem
+        first, _, out = p.operands
+        if p.dtype_of(out) != p.dtype_of(first):
+            return (
+                f"of {p.dtype_of(first)} operands the legacy functions write {p.dtype_of(first)}, not {p.dtype_of(out)}"
+            )
+        for operand in self.operands:
+            elements = math.prod(operand.shape)
+            if elements > LARGEST:
+                return f"{operand.name} has {elements} elements; legacy descriptors hold at most 2^31-1"
+            if max(operand.strides) > LARGEST:
+                return f"{operand.name} has strides {operand.strides}; legacy descriptors hold at most 2^31-1"
+        return None
+
+
+def _operand(
+    problem: ConvolutionProblem,
+    name: str,
+    borders: tuple[tuple[int, int], ...],
+    layout: str,
+    packed: bool,
+    raised: bool,
+) -> Operand:
+    """Works out one operand.
+
+    Args:
+        problem: the Problem.
+        name: the operand's name.
+        borders: zeros to put around it, before and after each spatial dimension.
+        layout: in which it is packed if it is copied.
+        packed: whether it must be packed in that layout.
+        raised: whether a height of 1 is put in.
+    """
+    shape, strides = problem.shape_of(name), problem.strides_of(name)
+    inside = (
+        slice(0, shape[0]),
+        slice(0, shape[1]),
+        *(slice(before, before + size) for (before, _), size in zip(borders, shape[2:], strict=True)),
+    )
+    staged = (
+        any(before or after for before, after in borders)
+        or problem.alignment_of(name) < ALIGNMENT
+        or (packed and not same_strides(shape, strides, devices.contiguous_strides(shape, layout)))
+    )
+    if staged:
+        shape = (
+            *shape[:2],
+            *(before + size + after for (before, after), size in zip(borders, shape[2:], strict=True)),
+        )
+    if staged or packed:
+        strides = devices.contiguous_strides(shape, layout)
+    if raised:
+        strides = (*strides[:2], shape[2] * strides[2], strides[2])
+        shape = (*shape[:2], 1, shape[2])
+        inside = (*inside[:2], slice(0, 1), inside[2])
+    return Operand(name, shape, strides, problem.dtype_of(name), staged, inside, raised)
+
+
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    """The descriptors of a Call in the order of the C functions."""
+
+    first: Any
+    second: Any
+    convolution: Any
+    out: Any
+
+    @property
+    def all(self) -> tuple[Any, Any, Any, Any]:
+        """As Get and the workspace function take them."""
+        return self.first, self.second, self.convolution, self.out
+
+
+def descriptors(call: Call, math_type: Any) -> _Descriptors:
+    """Makes the cuDNN descriptors of a call; needs no GPU.
+
+    Args:
+        call: what is called.
+        math_type: a cudnnMathType_t.
+
+    Returns:
+        The descriptors, owned by the result.
+
+    Raises:
+        CudnnError: cuDNN refuses one of them.
+    """
+    from flcuda.cudnn.resources import ConvolutionDescriptor, FilterDescriptor, TensorDescriptor
+
+    made: dict[str, Any] = {}
+    for operand in call.operands:
+        if operand.name in ("w", "dw"):
+            made[operand.name] = FilterDescriptor(operand.shape, operand.dtype, call.filter_layout)
+        else:
+            made[operand.name] = TensorDescriptor(operand.shape, operand.strides, operand.dtype)
+    p = call.problem
+    first, second, out = p.operands
+    if _DIRECTIONS[p.direction].swapped:
+        first, second = second, first
+    convolution = ConvolutionDescriptor(call.padding, call.stride, call.dilation, p.groups, p.compute, math_type)
+    return _Descriptors(made[first], made[second], convolution, made[out])
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+class LegacyRunner:
+    """A runner: one algorithm with its descriptors, on the thread and device that made it.
+
+    Args:
+        call: what is called.
+        algo: the number of the algorithm in cuDNN's enum.
+        math_type: a cudnnMathType_t, as the algorithm must be run.
+
+    Raises:
+        CudnnError: cuDNN refuses a descriptor, or does not have the algorithm for this problem.
+    """
+
+    def __init__(self, call: Call, algo: int, math_type: Any) -> None:
+        from flcuda.cudnn.resources import handle
+
+        row = _DIRECTIONS[call.problem.direction]
+        self._call = call
+        self._algo = algo
+        self._descriptors = descriptors(call, math_type)
+        self._run = getattr(cudnn, row.run)
+        self._handle = handle
+        self._swapped = row.swapped
+        scalar = ctypes.c_double if call.problem.compute == "float64" else ctypes.c_float
+        self._alpha = scalar(1)
+        self._beta = scalar(1 if call.problem.accumulate else 0)
+        self._copies_nothing = call.copies_nothing
+        size = ctypes.c_size_t()
+        getattr(cudnn, row.workspace)(handle(), *self._descriptors.all, algo, ctypes.byref(size))
+        self._workspace = size.value
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuDNN wants beside the operands and the copies of Note [staging]."""
+        return self._workspace
+
+    def __call__(self, a: Any, b: Any, out: Any) -> None:
+        """Computes ``out`` from two operands in the Problem's order, on CuPy's current stream.
+
+        Args:
+            a: the first input.
+            b: the second input.
+            out: written, or added to.
+
+        Raises:
+            CudnnError: cuDNN refuses to run.
+            MemoryError: there is no memory for the workspace or a copy.
+        """
+        if self._copies_nothing:
+            self._launch(a, b, out)
+            return
+        first, second, result = self._call.operands
+        # The copies live until the launch is queued; the pool hands their memory on in the order of the stream.
+        a = first.copy_in(a) if first.staged else a
+        b = second.copy_in(b) if second.staged else b
+        if not result.staged:
+            self._launch(a, b, out)
+            return
+        copy = result.copy_in(out) if self._call.problem.accumulate else result.empty()
+        self._launch(a, b, copy)
+        result.copy_out(copy, out)
+
+    def _launch(self, a: Any, b: Any, out: Any) -> None:
+        """Calls cuDNN on what each operand, or its staged copy, starts with in memory."""
+        if self._swapped:
+            a, b = b, a
+        made = self._descriptors
+        scratch = devices.workspace(self._workspace)
+        self._run(
+            self._handle(),
+            self._alpha,
+            made.first,
+            a.data.ptr,
+            made.second,
+            b.data.ptr,
+            made.convolution,
+            self._algo,
+            scratch.data.ptr,
+            self._workspace,
+            self._beta,
+            made.out,
+            out.data.ptr,
+        )
+
+
+# --- the source -------------------------------------------------------------------------------------------------------
+
+
+class LegacySource:
+    """The source ``legacy``, for CUDA."""
+
+    name = "legacy"
+    devices = ("cuda",)
+
+    def candidates(self, problem: ConvolutionProblem, policy: Policy, device: Device) -> Iterator[Candidate]:
+        """Yields cuDNN's algorithms for a Problem, in cuDNN's own order; the refused ones with the reason.
+
+        In the mode "find" cuDNN measures them on scratch arrays of CuPy's pool and on the current stream, in
+        "heuristic" it only ranks them.
+
+        Args:
+            problem: any ConvolutionProblem.
+            policy: mode and workspace limit.
+            device: a CUDA device, which is current.
+
+        Yields:
+            The candidates.
+
+        Raises:
+            CudnnNotSupportedError: the legacy functions cannot take the Problem.
+        """
+        calls = [Call.create(problem)]
+        packed = Call.create(problem, _NCHW)
+        if packed.operands != calls[0].operands:
+            calls.append(packed)
+        reason = calls[0].refusal()
+        if reason is not None:
+            raise CudnnNotSupportedError(
+                "flcuda.finder.legacy", NOT_SUPPORTED, f"{reason} ({problem})", "CUDNN_STATUS_NOT_SUPPORTED"
+            )
+        limit = devices.workspace_limit(device) if policy.workspace_limit is None else policy.workspace_limit
+        for call in calls:
+            if call.refusal() is not None:
+                continue
+            offered = _offered(call, policy.mode != "heuristic", limit)
+            yield from offered
+            if any(candidate.reason is None for candidate in offered):
+                return
+
+    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
+        """Makes the candidate of a stored choice again, without asking cuDNN.
+
+        Args:
+            problem: the Problem it was chosen for.
+            choice: what was stored.
+            device: a CUDA device, which is current.
+
+        Returns:
+            The candidate.
+
+        Raises:
+            ValueError: there is no such algorithm or math type.
+        """
+        row = _DIRECTIONS[problem.direction]
+        parameters = dict(choice.parameters)
+        algo = getattr(cudnn, f"{row.prefix}{choice.algo}", None)
+        math_type = getattr(cudnn, f"CUDNN_{parameters.get('math_type')}_MATH", None)
+        layout = parameters.get("layout", _GIVEN)
+        if algo is None or math_type is None or layout not in (_GIVEN, _NCHW):
+            raise ValueError(f"choice: legacy has no {choice.algo} with parameters {parameters} for {problem}")
+        call = Call.create(problem, str(layout))
+        return Candidate(
+            source=self.name,
+            algo=choice.algo,
+            math=choice.math,
+            workspace=choice.workspace,
+            deterministic=choice.deterministic,
+            build=lambda: LegacyRunner(call, int(algo), math_type),
+            parameters=choice.parameters,
+        )
+
+
+def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
+    """Asks cuDNN for the algorithms of a call; what it refuses is a candidate with the reason."""
+    row = _DIRECTIONS[call.problem.direction]
+    count = int(getattr(cudnn, row.count))
+    # One entry for each algorithm and math type.
+    entries = (getattr(cudnn, row.entry) * (3 * count))()
+    returned = ctypes.c_int()
+    try:
+        made = descriptors(call, _math_asked(call.problem))
+        if measure:
+            _find(row, call, made, entries, returned, limit)
+        else:
+            _get(row, made, entries, returned)
+    except CudnnError as error:
+        return [_refused(call, "all", str(error))]
+    candidates: dict[object, Candidate] = {}
+    for entry in entries[: returned.value]:
+        candidate = _candidate(row, call, entry, measure)
+        if candidate is not None:
+            candidates.setdefault(candidate.identity, candidate)
+    if not candidates:
+        return [_refused(call, "all", f"{row.find if measure else row.get} returned no algorithm")]
+    return list(candidates.values())
+
+
+def _math_asked(problem: ConvolutionProblem) -> Any:
+    """Gives the math type under which cuDNN is asked. See Note [math]."""
+    if problem.math == "fma":
+        return cudnn.CUDNN_FMA_MATH
+    # DEFAULT is the one that permits TF32; for 16-bit operands TENSOR_OP asks for what they are made for.
+    return cudnn.CUDNN_DEFAULT_MATH if problem.precision == "tf32" else cudnn.CUDNN_TENSOR_OP_MATH
+
+
+def _math_type(problem: ConvolutionProblem, reported: int) -> Any:
+    """Gives the math type under which an entry runs; None when it contradicts the Problem. See Note [math]."""
+    if problem.math == "fma":
+        plain = (int(cudnn.CUDNN_FMA_MATH), int(cudnn.CUDNN_DEFAULT_MATH))
+        return cudnn.CUDNN_FMA_MATH if reported in plain else None
+    for allowed in (cudnn.CUDNN_DEFAULT_MATH, cudnn.CUDNN_TENSOR_OP_MATH, cudnn.CUDNN_FMA_MATH):
+        if reported == int(allowed):
+            return allowed
+    return None
+
+
+def _candidate(row: _Direction, call: Call, entry: Any, measured: bool) -> Candidate | None:
+    """Makes the candidate of one entry of cuDNN's answer; None when its math contradicts the Problem."""
+    algo = int(entry.algo)
+    try:
+        name = type(getattr(cudnn, row.count))(algo).name.removeprefix(row.prefix)
+    except ValueError:
+        # An algorithm newer than the headers.
+        name = str(algo)
+    if entry.status != 0:
+        return _refused(call, name, _status_text(int(entry.status)))
+    math_type = _math_type(call.problem, int(entry.mathType))
+    if math_type is None:
+        return None
+    parameters: list[tuple[str, int | str]] = [
+        ("math_type", math_type.name.removeprefix("CUDNN_").removesuffix("_MATH")),
+    ]
+    if call.layout != _GIVEN:
+        parameters.append(("layout", call.layout))
+    return Candidate(
+        source=LegacySource.name,
+        algo=name,
+        math="fma" if math_type is cudnn.CUDNN_FMA_MATH else "tensor_op",
+        workspace=int(entry.memory),
+        deterministic=int(entry.determinism) == int(cudnn.CUDNN_DETERMINISTIC),
+        build=lambda: LegacyRunner(call, algo, math_type),
+        parameters=tuple(parameters),
+        reported_ms=float(entry.time) if measured else None,
+    )
+
+
+def _refused(call: Call, algo: str, reason: str) -> Candidate:
+    """Makes the row of what cuDNN does not do."""
+    status = CudnnNotSupportedError("flcuda.finder.legacy", NOT_SUPPORTED, reason, "CUDNN_STATUS_NOT_SUPPORTED")
+
+    def build() -> Any:
+        raise status
+
+    return Candidate(
+        source=LegacySource.name,
+        algo=algo,
+        math=call.problem.math,
+        workspace=0,
+        deterministic=True,
+        build=build,
+        parameters=() if call.layout == _GIVEN else (("layout", call.layout),),
+        reason=reason,
+    )
+
+
+def _status_text(status: int) -> str:
+    try:
+        return str(cudnn.cudnnStatus_t(status).name)
+    except ValueError:
+        return f"status {status}"
+
+
+def _get(row: _Direction, made: _Descriptors, entries: Any, returned: Any) -> None:
+    from flcuda.cudnn.resources import handle
+
+    getattr(cudnn, row.get)(handle(), *made.all, len(entries), ctypes.byref(returned), entries)
+
+
+def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returned: Any, limit: int) -> None:
+    """Lets cuDNN measure on scratch arrays; the caller's are never written."""
+    from flcuda.cudnn.resources import handle
+
+    first, second, out = call.operands
+    a, b = _random(first), _random(second)
+    result = devices.cupy().empty(out.extent, _BITS[devices.DTYPES[out.dtype].itemsize])
+    if row.swapped:
+        a, b = b, a
+    scratch = _scratch(_largest_workspace(row, made, limit))
+    getattr(cudnn, row.find)(
+        handle(),
+        made.first,
+        a.data.ptr,
+        made.second,
+        b.data.ptr,
+        made.convolution,
+        made.out,
+        result.data.ptr,
+        len(entries),
+        ctypes.byref(returned),
+        entries,
+        scratch.data.ptr,
+        scratch.nbytes,
+    )
+
+
+def _largest_workspace(row: _Direction, made: _Descriptors, limit: int) -> int:
+    """Gives the largest workspace within the limit that an algorithm asks for."""
+    from flcuda.cudnn.resources import handle
+
+    largest = 0
+    size = ctypes.c_size_t()
+    for algo in range(int(getattr(cudnn, row.count))):
+        try:
+            getattr(cudnn, row.workspace)(handle(), *made.all, algo, ctypes.byref(size))
+        except CudnnError:
+            # This algorithm is not for this problem; Find says so itself.
+            continue
+        if size.value <= limit:
+            largest = max(largest, size.value)
+    return largest
+
+
+def _scratch(size: int) -> Any:
+    """Allocates a workspace for Find: halved while memory runs out, after the pool's free blocks have been given back.
+
+    CuPy clears the CUDA error of a failed allocation before it raises.
+    """
+    while True:
+        try:
+            return devices.workspace(size)
+        except MemoryError as error:
+            if size == 0 or not is_out_of_memory(error):
+                raise
+        devices.cupy().get_default_memory_pool().free_all_blocks()
+        try:
+            return devices.workspace(size)
+        except MemoryError:
+            size //= 2
+
+
+def _random(operand: Operand) -> Any:
+    """Fills the memory of an operand with numbers in [-1, 1) that no two neighbours share: zeros would run faster."""
+    cupy = devices.cupy()
+    # Fibonacci hashing: the odd number nearest to 2^32 divided by the golden ratio.
+    spread = cupy.arange(operand.extent, dtype=np.uint32) * np.uint32(2654435769)
+    values = spread.view(np.int32).astype(np.float32) * np.float32(2.0**-31)
+    if operand.dtype == "bfloat16":
+        # The upper half of a float32 is a bfloat16, rounded towards zero.
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return values.astype(devices.DTYPES[operand.dtype], copy=False)

@@ -1,0 +1,521 @@
+"""Finding, planning, falling to the next candidate: with fake sources, and with the reference source on the CPU."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from finder_fakes import PROBLEM, Fake, only
+
+import flcuda
+from flcuda import device as devices
+from flcuda.errors import CudnnError, CudnnNotSupportedError, FlcudaError
+from flcuda.finder import Candidate, ChoiceStore, Plan, Policy, default_store, find, plan, policy, search, sources
+from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.report import FindReport
+
+REFUSED = CudnnNotSupportedError("cudnnConvolutionForward", 3000, "not for this shape")
+
+
+def arrays(problem=PROBLEM, seed=0):
+    return problem.random_arrays(seed=seed, device="cpu")
+
+
+def run(made: Plan) -> float:
+    """Runs a plan of fakes; returns the one value that it wrote."""
+    out = made(**arrays())
+    assert np.unique(out).size == 1
+    return float(out.flat[0])
+
+
+class TestFind:
+    def test_ranks_by_time_and_stores_the_best(self, monkeypatch):
+        slow = Fake("slow", 1.0, delay=60)
+        fast = Fake("fast", 2.0)
+        only(monkeypatch, slow, fast)
+        report = find(PROBLEM)
+        assert [row.label for row in report.rows] == ["fake:fast", "fake:slow"]
+        assert report.rows[0].timing.median_ms < report.rows[1].timing.median_ms
+        assert report.best.algo == "fast"
+        assert report.best.median_ms == report.rows[0].timing.median_ms
+        assert ChoiceStore().get(report.key) == report.best
+
+    def test_what_fails_is_reported_and_never_chosen(self, monkeypatch):
+        only(
+            monkeypatch,
+            Fake("unbuildable", build_error=REFUSED),
+            Fake("refuses", run_errors=lambda call: REFUSED),
+            Fake("hungry", run_errors=lambda call: MemoryError("3 GB wanted")),
+            Fake("known", reason="odd channels"),
+            Fake("good", 5.0, delay=20),
+        )
+        report = find(PROBLEM)
+        assert report.best.algo == "good"
+        assert [row.label for row in report.usable] == ["fake:good"]
+        reasons = {row.candidate.algo: row.reason for row in report.rows if row.reason}
+        assert "not for this shape" in reasons["unbuildable"]
+        assert "not for this shape" in reasons["refuses"]
+        assert "3 GB wanted" in reasons["hungry"]
+        assert reasons["known"] == "odd channels"
+
+    def test_nothing_usable(self, monkeypatch):
+        source = only(monkeypatch, Fake("a", build_error=REFUSED), Fake("b", reason="odd channels"))
+        for ask in (find, plan):
+            with pytest.raises(ValueError, match="no candidate can be used") as caught:
+                ask(PROBLEM)
+            for part in (str(PROBLEM), "not for this shape", "odd channels", "fake:a", "fake:b"):
+                assert part in str(caught.value)
+        assert list(default_store().folder.glob("*")) == []
+        source.fakes.clear()
+        with pytest.raises(ValueError, match="there is none"):
+            find(PROBLEM)
+
+    def test_nothing_usable_on_cuda_is_not_supported(self):
+        error = search._nothing_usable(
+            flcuda.finder.Key(PROBLEM, Policy(), (), "cudnn 9.0.0", ()), devices.Device("cuda", 0), "legacy:GEMM: no"
+        )
+        assert isinstance(error, CudnnNotSupportedError)
+        assert "legacy:GEMM: no" in str(error)
+
+    def test_a_source_that_refuses_altogether_is_a_row(self, monkeypatch):
+        source = only(monkeypatch)
+
+        def refuse(problem, policy, device):
+            raise REFUSED
+
+        source.candidates = refuse
+        with pytest.raises(ValueError, match=r"fake:all: .*not for this shape"):
+            find(PROBLEM)
+
+    def test_a_mistake_of_a_source_is_not_hidden(self, monkeypatch):
+        only(monkeypatch, Fake("broken", run_errors=lambda call: ZeroDivisionError("oops")))
+        with pytest.raises(ZeroDivisionError):
+            find(PROBLEM)
+
+    def test_deterministic(self, monkeypatch):
+        only(monkeypatch, Fake("racy", deterministic=False), Fake("steady", delay=40))
+        assert find(PROBLEM).best.algo == "racy"
+        with policy(deterministic=True):
+            report = find(PROBLEM)
+            assert plan(PROBLEM).choice.algo == "steady"
+        assert report.best.algo == "steady"
+        assert report["fake:racy"].reason == "not deterministic"
+        assert plan(PROBLEM).choice.algo == "racy"
+
+    def test_workspace_limit(self, monkeypatch):
+        big = Fake("big", workspace=1001, reported_ms=1e-6)
+        only(monkeypatch, big, Fake("small", workspace=1000, delay=5))
+        with pytest.warns(UserWarning, match="workspace limit excluded fake:big"):
+            report = find(PROBLEM, policy=Policy(workspace_limit=1000))
+        assert report.best.algo == "small"
+        assert "1001" in report["fake:big"].reason
+        assert big.calls == 0
+        assert find(PROBLEM).best.algo == "big"
+
+    @pytest.mark.parametrize("claimed", [None, 1e6])
+    def test_no_warning_when_the_excluded_one_is_not_faster(self, monkeypatch, claimed):
+        only(monkeypatch, Fake("big", workspace=1001, reported_ms=claimed), Fake("small"))
+        assert find(PROBLEM, policy=Policy(workspace_limit=0)).best.algo == "small"
+
+    def test_the_default_limit_is_the_devices(self, monkeypatch):
+        limit = devices.workspace_limit(devices.CPU)
+        only(monkeypatch, Fake("big", workspace=limit + 1), Fake("small", workspace=limit, delay=5))
+        assert find(PROBLEM).best.algo == "small"
+
+    def test_accumulating_operands_of_the_caller_are_never_touched(self, monkeypatch):
+        """The search runs on scratch arrays, so the first accumulating call gives the right sum."""
+        problem = ConvolutionProblem.parse(str(PROBLEM) + " acc")
+        operands = arrays(problem)
+        before = operands["out"].copy()
+        made = plan(problem)
+        assert np.array_equal(operands["out"], before)
+        added = made(operands["x"], operands["w"], out=operands["out"]) - before
+        plain = plan(PROBLEM)(operands["x"], operands["w"])
+        np.testing.assert_allclose(added, plain, rtol=1e-4, atol=1e-4)
+
+    def test_progress(self, monkeypatch):
+        only(monkeypatch, Fake("a"), Fake("b"), Fake("c"))
+        told = []
+        find(PROBLEM, progress=lambda done, total: told.append((done, total)))
+        assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+    def test_rows_of_one_algo_have_names_of_their_own(self, monkeypatch):
+        only(
+            monkeypatch,
+            Fake("gemm", 1.0, delay=30, math="fma"),
+            Fake("gemm", 2.0, math="tensor_op"),
+            Fake("fft", 3.0, delay=60, parameters=(("tile", 8),)),
+            Fake("fft", 4.0, delay=90, parameters=(("tile", 16),)),
+        )
+        report = find(PROBLEM)
+        assert sorted(row.label for row in report.rows) == [
+            "fake:fft/tile=16",
+            "fake:fft/tile=8",
+            "fake:gemm/fma",
+            "fake:gemm/tensor_op",
+        ]
+        assert report["fake:gemm"].label == "fake:gemm/tensor_op"
+        assert run(report["fake:gemm"].plan()) == 2.0
+        assert run(report["fake:fft/tile=16"].plan()) == 4.0
+        with pytest.raises(KeyError, match="fake:gemm/fma"):
+            report["fake:winograd"]
+
+    def test_arguments(self, monkeypatch):
+        with pytest.raises(TypeError, match="problem"):
+            find("forward n1 c1 3 k1 3")
+        with pytest.raises(ValueError, match="'pinned'"):
+            find(PROBLEM, policy=Policy(mode="pinned"))
+        with pytest.raises(ValueError, match="'nobody'"):
+            find(PROBLEM, sources=["nobody"])
+        with pytest.raises(ValueError, match="sources is empty"):
+            find(PROBLEM, device="cpu", sources=[])
+        only(monkeypatch, Fake("a"))
+        monkeypatch.setattr(sources._registered["fake"], "devices", ("cuda",))
+        with pytest.raises(ValueError, match="does not compute on cpu"):
+            find(PROBLEM, device="cpu", sources=["fake"])
+
+    def test_heuristic_lists_without_running(self, monkeypatch):
+        fakes = [Fake("first", delay=50), Fake("second"), Fake("third", reason="no")]
+        source = only(monkeypatch, *fakes)
+        report = find(PROBLEM, policy=Policy(mode="heuristic"))
+        assert [row.candidate.algo for row in report.rows] == ["first", "second", "third"]
+        assert report.best.algo == "first"
+        assert report.best.median_ms is None
+        assert [fake.builds + fake.calls for fake in fakes] == [0, 0, 0]
+        assert source.asked[0].mode == "heuristic"
+        assert list(default_store().folder.glob("*")) == []
+
+
+class TestPlan:
+    def test_memory_then_folder_then_find(self, monkeypatch):
+        fast = Fake("fast", 2.0)
+        source = only(monkeypatch, Fake("slow", 1.0, delay=60), fast)
+        made = plan(PROBLEM)
+        assert run(made) == 2.0
+        assert len(source.asked) == 1
+        assert fast.builds == 1
+        assert run(plan(PROBLEM)) == 2.0
+        default_store().clear_memory()
+        again = plan(PROBLEM)
+        assert run(again) == 2.0
+        assert len(source.asked) == 1
+        assert again.choice == made.choice
+
+    def test_different_policies_sources_and_problems_are_searched_apart(self, monkeypatch):
+        source = only(monkeypatch, Fake("one", 1.0))
+        plan(PROBLEM)
+        plan(PROBLEM, policy=Policy(deterministic=True))
+        plan(PROBLEM.with_direction("backward_data"))
+        plan(PROBLEM)
+        assert len(source.asked) == 3
+
+        @flcuda.source("another")
+        def another(problem):
+            yield Fake("mine", 7.0).candidate("another")
+
+        plan(PROBLEM)
+        assert len(source.asked) == 4
+
+    def test_heuristic_takes_the_first_that_runs(self, monkeypatch):
+        first = Fake("first", build_error=REFUSED)
+        second = Fake("second", run_errors=lambda call: REFUSED)
+        third = Fake("third", 3.0)
+        fourth = Fake("fourth", 4.0)
+        source = only(monkeypatch, Fake("known", reason="no"), first, second, third, fourth)
+        with policy(mode="heuristic"):
+            made = plan(PROBLEM)
+            with pytest.warns(UserWarning, match="fake:third is used instead"):
+                assert run(made) == 3.0
+            assert made.choice.algo == "third"
+            assert run(plan(PROBLEM)) == 3.0
+        assert fourth.builds == 0
+        assert len(source.asked) == 1
+        assert list(default_store().folder.glob("*")) == []
+
+    def test_heuristic_prefers_a_measured_choice(self, monkeypatch):
+        only(monkeypatch, Fake("slow", 1.0, delay=60), Fake("fast", 2.0))
+        find(PROBLEM)
+        assert run(plan(PROBLEM, policy=Policy(mode="heuristic"))) == 2.0
+
+    def test_a_heuristic_choice_is_no_answer_for_find(self, monkeypatch):
+        only(monkeypatch, Fake("slow", 1.0, delay=60), Fake("fast", 2.0))
+        assert run(plan(PROBLEM, policy=Policy(mode="heuristic"))) == 1.0
+        assert run(plan(PROBLEM)) == 2.0
+
+    def test_pinned(self, monkeypatch, tmp_path):
+        fast = Fake("fast", 2.0)
+        only(monkeypatch, Fake("slow", 1.0, delay=60), fast)
+        with policy(mode="pinned"), pytest.raises(FlcudaError, match="no choice is stored") as caught:
+            plan(PROBLEM)
+        assert str(PROBLEM) in str(caught.value)
+        find(PROBLEM)["fake:slow"].pin(tmp_path)
+        monkeypatch.setenv("FLCUDA_CHOICES", str(tmp_path))
+        with policy(mode="pinned"):
+            made = plan(PROBLEM)
+            assert run(made) == 1.0
+            fast.value = 5.0
+            made._runner.run_errors = lambda call: REFUSED
+            with pytest.raises(CudnnNotSupportedError):
+                run(made)
+
+    def test_a_pinned_choice_that_no_longer_works(self, monkeypatch):
+        source = only(monkeypatch, Fake("a"))
+        find(PROBLEM)
+        source.fakes[:] = [Fake("b")]
+        with policy(mode="pinned"), pytest.raises(FlcudaError, match=r"fake:a .*does not work here"):
+            plan(PROBLEM)
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda source: source.fakes.pop(0),
+            lambda source: setattr(source.fakes[0], "build_error", REFUSED),
+            lambda source: setattr(source.fakes[0], "build_error", CudnnError("cudnnBackendFinalize", 1002, "version")),
+        ],
+    )
+    def test_a_stored_choice_that_no_longer_works_is_searched_again(self, monkeypatch, spoil):
+        source = only(monkeypatch, Fake("a", 1.0), Fake("b", 2.0, delay=40))
+        assert run(plan(PROBLEM)) == 1.0
+        spoil(source)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert run(plan(PROBLEM)) == 2.0
+            assert run(plan(PROBLEM)) == 2.0
+        assert [str(entry.message)[:29] for entry in caught] == ["the stored choice fake:a for "]
+        default_store().clear_memory()
+        assert plan(PROBLEM).choice.algo == "b"
+
+    def test_while_capturing(self, monkeypatch):
+        source = only(monkeypatch, Fake("a", 1.0))
+        monkeypatch.setattr(devices, "is_capturing", lambda: True)
+        for ask in (find, plan):
+            with pytest.raises(FlcudaError, match="captured"):
+                ask(PROBLEM)
+        assert source.asked == []
+        monkeypatch.setattr(devices, "is_capturing", lambda: False)
+        find(PROBLEM)
+        monkeypatch.setattr(devices, "is_capturing", lambda: True)
+        made = plan(PROBLEM)
+        assert run(made) == 1.0
+        source.fakes[0].run_errors = lambda call: REFUSED
+        with pytest.raises(CudnnNotSupportedError) as caught:
+            run(made)
+        assert "captured" in "".join(caught.value.__notes__)
+
+    def test_threads_search_once(self, monkeypatch):
+        source = only(monkeypatch, Fake("a", 1.0, delay=10))
+        barrier = threading.Barrier(6)
+        found = []
+
+        def ask():
+            barrier.wait()
+            found.append(run(plan(PROBLEM)))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [1.0] * 6
+        assert len(source.asked) == 1
+
+
+class TestFalling:
+    """Out of memory or not supported when a plan runs."""
+
+    def failing(self, monkeypatch, error, **values):
+        """A best candidate that was measured and then fails, and others."""
+        best = Fake("best", 1.0, workspace=100, **values)
+        fakes = [best, Fake("same", 2.0, delay=20, workspace=100), Fake("less", 3.0, delay=60, workspace=99)]
+        only(monkeypatch, *fakes)
+        return best, plan(PROBLEM)
+
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (REFUSED, 2.0),
+            (MemoryError("full"), 3.0),
+            (CudnnError("cudnnConvolutionForward", 4002, "device allocation"), 3.0),
+        ],
+    )
+    def test_the_next_runs_and_is_remembered(self, monkeypatch, error, expected):
+        best, made = self.failing(monkeypatch, error)
+        assert run(made) == 1.0
+        best.run_errors = lambda call: error
+        with pytest.warns(UserWarning, match="is used instead"):
+            assert run(made) == expected
+        calls = best.calls
+        assert run(made) == expected
+        assert run(plan(PROBLEM)) == expected
+        assert best.calls == calls
+        best.run_errors = lambda call: None
+        default_store().clear_memory()
+        assert run(plan(PROBLEM)) == 1.0
+
+    def test_a_restored_plan_falls_too(self, monkeypatch):
+        best, _ = self.failing(monkeypatch, REFUSED)
+        made = plan(PROBLEM)
+        best.run_errors = lambda call: REFUSED
+        with pytest.warns(UserWarning, match="fake:same is used instead"):
+            assert run(made) == 2.0
+
+    def test_nothing_left(self, monkeypatch):
+        source = only(monkeypatch, Fake("a", 1.0), Fake("b", 2.0, delay=30))
+        made = plan(PROBLEM)
+        for fake in source.fakes:
+            fake.run_errors = lambda call: REFUSED
+        for _ in range(2):
+            with pytest.raises(CudnnNotSupportedError) as caught:
+                run(made)
+            assert str(PROBLEM) in "".join(caught.value.__notes__)
+
+    def test_another_error_is_the_callers(self, monkeypatch):
+        best, made = self.failing(monkeypatch, REFUSED)
+        best.run_errors = lambda call: CudnnError("cudnnConvolutionForward", 5000, "execution failed")
+        with pytest.raises(CudnnError, match="5000") as caught:
+            run(made)
+        assert str(PROBLEM) in "".join(caught.value.__notes__)
+        assert made.choice.algo == "best"
+
+    def test_a_row_runs_only_itself(self, monkeypatch):
+        best, _ = self.failing(monkeypatch, REFUSED)
+        made = find(PROBLEM)["fake:best"].plan()
+        best.run_errors = lambda call: REFUSED
+        with pytest.raises(CudnnNotSupportedError):
+            run(made)
+
+
+class TestCall:
+    def test_call_forms(self):
+        made = plan(PROBLEM)
+        given = arrays()
+        expected = made(given["x"], given["w"])
+        assert np.array_equal(made(x=given["x"], w=given["w"]), expected)
+        assert np.array_equal(made(given["x"], w=given["w"]), expected)
+        assert made(**given) is given["out"]
+        assert np.array_equal(given["out"], expected)
+        assert np.isfinite(expected).all()
+        assert "reference" in repr(made)
+        assert made.workspace >= 0
+
+    @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+    def test_a_new_output_has_the_problems_layout(self, layout):
+        problem = ConvolutionProblem.create("backward_filter", (2, 3, 6, 5), (4, 3, 3, 3), layout=layout)
+        out = plan(problem)(**{k: v for k, v in arrays(problem).items() if k != "out"})
+        assert tuple(step // 4 for step in out.strides) == problem.w_strides
+
+    @pytest.mark.parametrize(
+        ("change", "error", "named"),
+        [
+            (lambda a: a | {"x": a["x"][:1]}, ValueError, "x has shape"),
+            (lambda a: a | {"w": a["w"].astype(np.float64)}, TypeError, "w has dtype float64"),
+            (lambda a: a | {"w": a["w"].astype(np.int8)}, TypeError, "w has dtype int8"),
+            (lambda a: a | {"x": np.asfortranarray(a["x"])}, ValueError, "x has strides"),
+            (lambda a: a | {"x": a["x"].tolist()}, TypeError, "x"),
+            (lambda a: a | {"out": a["out"][:, :2]}, ValueError, "out has shape"),
+            (lambda a: a | {"out": np.broadcast_to(a["out"][:1], a["out"].shape)}, ValueError, "out has strides"),
+            (lambda a: {k: v for k, v in a.items() if k != "w"}, TypeError, "needs w"),
+            (lambda a: a | {"y": a["out"]}, TypeError, "no input 'y'"),
+        ],
+    )
+    def test_wrong_operands(self, change, error, named):
+        made = plan(PROBLEM)
+        with pytest.raises(error, match=named):
+            made(**change(arrays()))
+
+    def test_wrong_forms(self):
+        made = plan(PROBLEM)
+        given = arrays()
+        with pytest.raises(TypeError, match="out="):
+            made(given["x"], given["w"], given["out"])
+        with pytest.raises(TypeError, match="'x' is given twice"):
+            made(given["x"], given["w"], x=given["x"])
+        given["out"].flags.writeable = False
+        with pytest.raises(ValueError, match="read-only"):
+            made(**given)
+        with pytest.raises(ValueError, match="out is None"):
+            plan(ConvolutionProblem.parse(str(PROBLEM) + " acc"))(given["x"], given["w"])
+
+    def test_alignment(self):
+        memory = np.zeros(PROBLEM.x_shape[0] * 90 + 8, np.float32)
+        offset = (-memory.ctypes.data // 4) % 4 + 1
+        x = memory[offset:][:180].reshape(PROBLEM.x_shape)
+        with pytest.raises(ValueError, match="x is not aligned to the 16 bytes"):
+            plan(PROBLEM)(x, arrays()["w"])
+
+    def test_another_thread(self):
+        made = plan(PROBLEM)
+        errors = []
+
+        def call():
+            try:
+                made(**arrays())
+            except FlcudaError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert "another thread" in errors[0]
+
+
+class TestUserSource:
+    def test_ranked_stored_and_restored(self, monkeypatch):
+        monkeypatch.setattr(sources, "_registered", {})
+        fake = Fake("instant", 7.0)
+
+        @flcuda.source("mine")
+        def mine(problem):
+            """Docstring."""
+            assert problem == PROBLEM
+            yield fake.candidate("mine")
+
+        assert mine.__doc__ == "Docstring."
+        report = find(PROBLEM, device="cpu")
+        assert isinstance(report, FindReport)
+        assert {row.candidate.source for row in report.rows} == {"mine", "reference"}
+        assert run(find(PROBLEM, device="cpu", sources=["mine"])["mine:instant"].plan()) == 7.0
+        chosen = report["mine:instant"].choice
+        assert sources.source_named("mine").restore(PROBLEM, chosen, devices.CPU).identity == chosen.identity
+        fake.algo = "other"
+        with pytest.raises(LookupError, match="no longer yields"):
+            sources.source_named("mine").restore(PROBLEM, chosen, devices.CPU)
+        del sources._registered["mine"]
+        with pytest.raises(ValueError, match="'mine' is not known"):
+            sources.source_named("mine")
+
+    def test_bad_registrations(self, monkeypatch):
+        monkeypatch.setattr(sources, "_registered", {})
+        for name in ("legacy", "reference", "a b", ""):
+            with pytest.raises(ValueError, match="source name"):
+                flcuda.source(name)
+        with pytest.raises(ValueError, match="'tpu'"):
+            flcuda.source("mine", devices=("tpu",))
+
+        @flcuda.source("mine", devices=("cpu",))
+        def mine(problem):
+            yield Candidate("yours", "a", "fma", 0, True, build=lambda: None)
+
+        with pytest.raises(ValueError, match="'yours'"):
+            find(PROBLEM, device="cpu")
+
+    def test_the_devices_of_a_source(self, monkeypatch):
+        monkeypatch.setattr(sources, "_registered", {})
+        flcuda.source("gpu-only", devices=("cuda",))(lambda problem: ())
+        assert [source.name for source in sources.sources_for(devices.CPU)] == ["reference"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_every_reference_candidate_computes_the_same(direction, dtype):
+    """The rows of a report are different ways to one result."""
+    problem = ConvolutionProblem.create(
+        direction, (2, 4, 9, 7), (6, 2, 3, 3), dtype=dtype, padding=[(1, 0), (2, 1)], stride=(2, 1), groups=2
+    )
+    report = find(problem, device="cpu")
+    given = {k: v for k, v in arrays(problem).items() if k != "out"}
+    results = [row.plan()(**given).astype(np.float64) for row in report.rows]
+    assert np.abs(results[0]).max() > 1
+    tolerance = {"float64": 1e-12, "float32": 1e-4, "float16": 3e-2}[dtype]
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=tolerance, atol=tolerance)
