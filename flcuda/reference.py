@@ -1,0 +1,539 @@
+"""Every op in NumPy: the CPU device, and on float64 arrays the oracle of the tests.
+
+float16 and bfloat16 are computed in float32 and rounded once at the end; float32 and float64 are computed as they are,
+with the sums over a batch in float64. Results have the memory layout of the array that they correspond to. The
+arguments are those of the functions of the same name in `flcuda.ops`, which check them and document them; here they are
+taken as valid. The convolutions are in `flcuda.finder.sources.reference`.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from flcuda import rng
+from flcuda.device import CPU, Array, empty, memory_layout, memory_order
+
+Pair = tuple[int, int]
+
+
+# Overflow, NaN and infinity are results, as they are on CUDA: the loss scaler is there to see them.
+_ieee = np.errstate(all="ignore")
+
+
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """float64 for float64, float32 for every other dtype."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def wide(a: Array) -> Array:
+    """The array in its compute dtype; itself when it already is."""
+    return a.astype(compute_dtype(a.dtype), copy=False)
+
+
+def _per_channel(values: Array, ndim: int) -> Array:
+    """(C,) as (C, 1, 1), to broadcast over (N, C, *spatial)."""
+    return values.reshape(-1, *[1] * (ndim - 2))
+
+
+def _channel_sum(a: Array) -> Array:
+    """The float64 sums of each channel over batch and space.
+
+    Rows that are contiguous are summed pairwise in their own dtype first, which is fast and loses nothing that counts.
+    """
+    if a.ndim > 2 and a.flags.c_contiguous:
+        rows = a.reshape(a.shape[0], a.shape[1], math.prod(a.shape[2:])).sum(axis=2)
+        return np.asarray(rows.sum(axis=0, dtype=np.float64))
+    axes = tuple(axis for axis in range(a.ndim) if axis != 1)
+    return np.asarray(a.sum(axis=axes, dtype=np.float64))
+
+
+def _store(values: Array, out: Array | None, accumulate: bool, dtype: np.dtype[Any]) -> Array:
+    if out is None:
+        return values.astype(dtype)
+    if accumulate:
+        values = values + out
+    out[...] = values
+    return out
+
+
+# --- element by element -----------------------------------------------------------------------------------------------
+
+
+@_ieee
+def relu_forward(x: Array) -> Array:
+    """max(x, 0); NaN stays NaN."""
+    return _like(np.maximum(wide(x), 0), x)
+
+
+@_ieee
+def relu_backward(dy: Array, y: Array) -> Array:
+    """The gradient where y is not <= 0."""
+    return _like(np.where(y <= 0, 0, dy), dy)
+
+
+@_ieee
+def add(a: Array, b: Array) -> Array:
+    """The sum of two arrays."""
+    return _like(wide(a) + wide(b), a)
+
+
+@_ieee
+def accumulate_(out: Array, a: Array) -> None:
+    """Adds a to out."""
+    out[...] = wide(out) + wide(a)
+
+
+@_ieee
+def scale(x: Array, s: float | Array) -> Array:
+    """The product x * s, with s rounded to the compute dtype."""
+    return _like(wide(x) * compute_dtype(x.dtype).type(s), x)
+
+
+@_ieee
+def cast(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Another dtype."""
+    out = empty(x.shape, dtype, device=CPU, layout=_kept_layout(x))
+    out[...] = x
+    return out
+
+
+@_ieee
+def copy(src: Array, out: Array) -> None:
+    """Sets out to src."""
+    out[...] = src
+
+
+@_ieee
+def fill(out: Array, value: float) -> None:
+    """Sets out to a value."""
+    out[...] = value
+
+
+def dropout_keep_threshold(p: float) -> int:
+    """An element is kept when the upper 24 bits of its random word reach this."""
+    return round(p * (1 << 24))
+
+
+@_ieee
+def dropout_forward(x: Array, p: float, state: rng.State) -> tuple[Array, Array]:
+    """Gives y and the mask; moves the state."""
+    blocks = -(-x.size // 4)
+    words = rng.words(state.seed, 4 * int(state.counter[0]), x.size, rng.DROPOUT_STREAM)
+    state.counter += np.uint64(blocks)
+    layout = _kept_layout(x)
+    mask = empty(x.shape, np.uint8, device=CPU, layout=layout)
+    in_memory = mask.transpose(memory_order(layout, x.ndim))
+    in_memory[...] = ((words >> np.uint32(8)) >= dropout_keep_threshold(p)).reshape(in_memory.shape)
+    return dropout_backward(x, mask, p), mask
+
+
+@_ieee
+def dropout_backward(dy: Array, mask: Array, p: float) -> Array:
+    """The gradient through the kept elements."""
+    factor = compute_dtype(dy.dtype).type(dropout_factor(p))
+    return _like(np.where(mask != 0, wide(dy) * factor, 0), dy)
+
+
+def dropout_factor(p: float) -> float:
+    """What a kept element is multiplied by; nothing is kept at p = 1."""
+    return 0.0 if p == 1 else 1.0 / (1.0 - p)
+
+
+# --- bias -------------------------------------------------------------------------------------------------------------
+
+
+@_ieee
+def bias_forward(y: Array, bias: Array) -> Array:
+    """Adds a bias a channel to y."""
+    y[...] = wide(y) + _per_channel(wide(bias), y.ndim)
+    return y
+
+
+@_ieee
+def bias_backward(dy: Array, out: Array | None, accumulate: bool) -> Array:
+    """The sum over everything but the channel."""
+    return _store(_channel_sum(wide(dy)), out, accumulate, dy.dtype)
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+@_ieee
+def batch_norm_training(
+    x: Array,
+    weight: Array,
+    bias: Array,
+    pending_mean: Array | None,
+    pending_var: Array | None,
+    num_batches: Array | None,
+    momentum: float | None,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Gives y, the mean and the inverse deviation; moves the pending statistics."""
+    values = wide(x)
+    count = x.size // x.shape[1]
+    mean = _channel_sum(values) / count
+    centred = values - _per_channel(mean.astype(values.dtype), x.ndim)
+    # The rounded mean is off by up to half a unit in the last place: the second term takes that out of the variance.
+    variance = _channel_sum(np.square(centred)) / count - np.square(_channel_sum(centred) / count)
+    inverse = 1.0 / np.sqrt(variance + eps)
+    if num_batches is not None:
+        num_batches += 1
+    if pending_mean is not None and pending_var is not None:
+        if momentum is None:
+            assert num_batches is not None
+            factor = 1.0 / int(num_batches.reshape(-1)[0])
+        else:
+            factor = momentum
+        pending_mean[...] = (1 - factor) * pending_mean + factor * mean
+        pending_var[...] = (1 - factor) * pending_var + factor * variance * (count / (count - 1))
+    y = centred * _per_channel((inverse * weight).astype(values.dtype), x.ndim) + _per_channel(bias, x.ndim)
+    return _like(y, x), mean.astype(weight.dtype), inverse.astype(weight.dtype)
+
+
+@_ieee
+def batch_norm_inference(
+    x: Array, weight: Array, bias: Array, running_mean: Array, running_var: Array, eps: float
+) -> Array:
+    """Gives y by the running statistics."""
+    scale_ = weight / np.sqrt(running_var + weight.dtype.type(eps))
+    y = (wide(x) - _per_channel(running_mean, x.ndim)) * _per_channel(scale_, x.ndim) + _per_channel(bias, x.ndim)
+    return _like(y, x)
+
+
+@_ieee
+def batch_norm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    saved_mean: Array,
+    saved_inv_variance: Array,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> tuple[Array, Array, Array]:
+    """Gives dx, dweight, dbias of the training pass."""
+    gradient = wide(dy)
+    count = x.size // x.shape[1]
+    normalized = (wide(x) - _per_channel(saved_mean, x.ndim)) * _per_channel(saved_inv_variance, x.ndim)
+    sum_gradient = _channel_sum(gradient)
+    sum_product = _channel_sum(gradient * normalized)
+    dtype = gradient.dtype
+    dx = gradient - _per_channel((sum_gradient / count).astype(dtype), x.ndim)
+    dx -= normalized * _per_channel((sum_product / count).astype(dtype), x.ndim)
+    dx *= _per_channel(weight * saved_inv_variance, x.ndim)
+    return (
+        _like(dx, x),
+        _store(sum_product, dweight, accumulate, weight.dtype),
+        _store(sum_gradient, dbias, accumulate, weight.dtype),
+    )
+
+
+@_ieee
+def batch_norm_inference_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    running_mean: Array,
+    running_var: Array,
+    eps: float,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> tuple[Array, Array, Array]:
+    """Gives dx, dweight, dbias of the inference pass."""
+    gradient = wide(dy)
+    inverse = 1 / np.sqrt(running_var + weight.dtype.type(eps))
+    normalized = (wide(x) - _per_channel(running_mean, x.ndim)) * _per_channel(inverse, x.ndim)
+    return (
+        _like(gradient * _per_channel(weight * inverse, x.ndim), x),
+        _store(_channel_sum(gradient * normalized), dweight, accumulate, weight.dtype),
+        _store(_channel_sum(gradient), dbias, accumulate, weight.dtype),
+    )
+
+
+# --- pooling ----------------------------------------------------------------------------------------------------------
+
+
+def _windows(a: Array, kernel_size: Pair, stride: Pair, size: Pair) -> list[Array]:
+    """For each place in the window, in row-major order, the view of a padded image that all windows have there."""
+    views = []
+    for i, j in product(range(kernel_size[0]), range(kernel_size[1])):
+        rows = slice(i, i + stride[0] * (size[0] - 1) + 1, stride[0])
+        columns = slice(j, j + stride[1] * (size[1] - 1) + 1, stride[1])
+        views.append(a[:, :, rows, columns])
+    return views
+
+
+def _padded(a: Array, padding: Pair, value: float) -> Array:
+    n, c, h, w = a.shape
+    shape = (n, c, h + 2 * padding[0], w + 2 * padding[1])
+    out = empty(shape, a.dtype, device=CPU, layout=_kept_layout(a))
+    out[...] = value
+    _inside(out, padding)[...] = a
+    return out
+
+
+def _inside(padded: Array, padding: Pair) -> Array:
+    h, w = padded.shape[2:]
+    return padded[:, :, padding[0] : h - padding[0], padding[1] : w - padding[1]]
+
+
+def _pooled(x_size: Sequence[int], kernel_size: Pair, stride: Pair, padding: Pair) -> Pair:
+    h, w = ((x_size[i] + 2 * padding[i] - kernel_size[i]) // stride[i] + 1 for i in range(2))
+    return h, w
+
+
+@_ieee
+def max_pool_forward(
+    x: Array, kernel_size: Pair, stride: Pair, padding: Pair, index_dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Gives y and the place of each maximum in its window."""
+    size = _pooled(x.shape[2:], kernel_size, stride, padding)
+    views = _windows(_padded(wide(x), padding, -np.inf), kernel_size, stride, size)
+    first = [np.maximum(padding[i] - stride[i] * np.arange(size[i]), 0) for i in range(2)]
+    best = np.array(views[0], order="K", copy=True)
+    indices = empty(best.shape, index_dtype, device=CPU, layout=_kept_layout(x))
+    # Where nothing is above minus infinity, the first place inside the image is the one.
+    indices[...] = first[0][:, None] * kernel_size[1] + first[1]
+    for place, view in enumerate(views):
+        larger = (view > best) | np.isnan(view)
+        np.copyto(best, view, where=larger)
+        np.copyto(indices, place, where=larger, casting="unsafe")
+    y = empty(best.shape, x.dtype, device=CPU, layout=_kept_layout(x))
+    y[...] = best
+    return y, indices
+
+
+@_ieee
+def max_pool_backward(
+    dy: Array, indices: Array, x_shape: Sequence[int], kernel_size: Pair, stride: Pair, padding: Pair
+) -> Array:
+    """The gradient, at the largest values."""
+    gradient = wide(dy)
+    return _spread(
+        [np.where(indices == place, gradient, 0) for place in range(kernel_size[0] * kernel_size[1])],
+        dy,
+        x_shape,
+        kernel_size,
+        stride,
+        padding,
+    )
+
+
+@_ieee
+def avg_pool_forward(x: Array, kernel_size: Pair, stride: Pair, padding: Pair) -> Array:
+    """The mean of each window, padding included."""
+    size = _pooled(x.shape[2:], kernel_size, stride, padding)
+    views = _windows(_padded(wide(x), padding, 0.0), kernel_size, stride, size)
+    y = empty((*x.shape[:2], *size), x.dtype, device=CPU, layout=_kept_layout(x))
+    y[...] = sum(views[1:], start=views[0]) / len(views)
+    return y
+
+
+@_ieee
+def avg_pool_backward(dy: Array, x_shape: Sequence[int], kernel_size: Pair, stride: Pair, padding: Pair) -> Array:
+    """The gradient of the means."""
+    places = kernel_size[0] * kernel_size[1]
+    return _spread([wide(dy) / places] * places, dy, x_shape, kernel_size, stride, padding)
+
+
+def _spread(
+    parts: Sequence[Array], dy: Array, x_shape: Sequence[int], kernel_size: Pair, stride: Pair, padding: Pair
+) -> Array:
+    """Adds to each image element what the windows that hold it have for it, one part a place in the window."""
+    n, c, h, w = x_shape
+    layout = _kept_layout(dy)
+    shape = (n, c, h + 2 * padding[0], w + 2 * padding[1])
+    padded = empty(shape, parts[0].dtype, device=CPU, layout=layout)
+    padded[...] = 0
+    size = (dy.shape[2], dy.shape[3])
+    for view, part in zip(_windows(padded, kernel_size, stride, size), parts, strict=True):
+        view += part
+    dx = empty(x_shape, dy.dtype, device=CPU, layout=layout)
+    dx[...] = _inside(padded, padding)
+    return dx
+
+
+@_ieee
+def global_avg_pool_forward(x: Array) -> Array:
+    """The mean over space."""
+    axes = tuple(range(2, x.ndim))
+    return np.asarray(wide(x).mean(axis=axes, dtype=np.float64)).astype(x.dtype)
+
+
+@_ieee
+def global_avg_pool_backward(dy: Array, x_shape: Sequence[int], layout: str) -> Array:
+    """The gradient spread over space."""
+    dx = empty(x_shape, dy.dtype, device=CPU, layout=layout)
+    size = math.prod(x_shape[2:])
+    dx[...] = (wide(dy) / compute_dtype(dy.dtype).type(size)).reshape(*dy.shape, *[1] * (len(x_shape) - 2))
+    return dx
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+@_ieee
+def cross_entropy_forward(
+    logits: Array, target: Array, label_smoothing: float, ignore_index: int
+) -> tuple[Array, Array, Array]:
+    """The mean loss, the probabilities and the number of rows that count, int64 (1,)."""
+    values = wide(logits)
+    classes = logits.shape[1]
+    valid = target != ignore_index
+    count = np.array([valid.sum()], np.int64)
+    shifted = values - values.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted)
+    total = exponentials.sum(axis=1, keepdims=True)
+    log_probabilities = shifted - np.log(total)
+    picked = np.where(valid, target, 0)
+    losses = -(1 - label_smoothing) * log_probabilities[np.arange(len(target)), picked].astype(np.float64)
+    if label_smoothing > 0:
+        losses -= label_smoothing / classes * log_probabilities.sum(axis=1, dtype=np.float64)
+    loss = np.divide(losses[valid].sum(), count[0], dtype=np.float64)
+    probabilities = exponentials / total
+    return np.asarray(loss, values.dtype), probabilities, count
+
+
+@_ieee
+def cross_entropy_backward(
+    dloss: Array,
+    probabilities: Array,
+    target: Array,
+    count: Array,
+    label_smoothing: float,
+    ignore_index: int,
+    dtype: np.dtype[Any],
+) -> Array:
+    """The gradient of the logits."""
+    valid = target != ignore_index
+    gradient = probabilities - label_smoothing / probabilities.shape[1]
+    gradient[np.arange(len(target)), np.where(valid, target, 0)] -= 1 - label_smoothing
+    gradient *= dloss / probabilities.dtype.type(count[0])
+    gradient[~valid] = 0
+    return gradient.astype(dtype)
+
+
+@_ieee
+def top1_count(logits: Array, target: Array) -> Array:
+    """Rows whose first largest logit is at the target."""
+    return np.asarray((wide(logits).argmax(axis=1) == target).sum(), np.int64)
+
+
+# --- gradients, optimizer, scaler -------------------------------------------------------------------------------------
+
+
+@_ieee
+def find_invalid(flat: Array, offsets: Array, flags: Array) -> None:
+    """Sets [any, first invalid array, one flag an array]."""
+    segments = len(offsets) - 1
+    flags[0] = 0
+    flags[1] = segments
+    flags[2:] = 0
+    start, stop = int(offsets[0]), int(offsets[-1])
+    bad = np.flatnonzero(~np.isfinite(flat[start:stop])) + start
+    if bad.size == 0:
+        return
+    hit = np.unique(np.searchsorted(offsets, bad, side="right") - 1)
+    flags[0] = 1
+    flags[1] = hit[0]
+    flags[2 + hit] = 1
+
+
+@_ieee
+def sgd_update(
+    master: Array,
+    data: Array,
+    grad: Array,
+    velocity: Array | None,
+    offsets: Array,
+    decay: Array,
+    lr: Array,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    inv_scale: Array | None,
+    flags: Array | None,
+) -> None:
+    """One step of SGD over a flat storage."""
+    if flags is not None and flags.reshape(-1)[0] != 0:
+        return
+    number = master.dtype.type
+    rate = number(lr.reshape(-1)[0])
+    unscale = None if inv_scale is None else number(inv_scale.reshape(-1)[0])
+    # Segment by segment: the temporaries stay small.
+    for segment in range(len(decay)):
+        part = slice(int(offsets[segment]), int(offsets[segment + 1]))
+        step = grad[part].astype(master.dtype)
+        if unscale is not None:
+            step *= unscale
+        factor = number(weight_decay * float(decay[segment]))
+        if factor != 0:
+            step += factor * master[part]
+        if velocity is not None:
+            velocity[part] *= number(momentum)
+            velocity[part] += step
+            step = step + number(momentum) * velocity[part] if nesterov else velocity[part]
+        master[part] -= rate * step
+        if data is not master:
+            data[part] = master[part]
+
+
+@_ieee
+def commit_statistics(running: Array, pending: Array, flags: Array | None) -> None:
+    """Commits the pending statistics, or takes them back."""
+    if flags is None or flags.reshape(-1)[0] == 0:
+        running[...] = pending
+    else:
+        pending[...] = running
+
+
+@_ieee
+def scaler_update(
+    scale_: Array,
+    inv_scale: Array,
+    counters: Array,
+    flags: Array,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    """The loss scaler's rule."""
+    current = float(scale_.reshape(()))
+    if flags.reshape(-1)[0] != 0:
+        smaller = current * backoff_factor
+        if smaller >= min_scale:
+            current = smaller
+        counters[0] = 0
+        counters[1] += 1
+        counters[2] += 1
+    else:
+        counters[0] += 1
+        counters[2] = 0
+        if counters[0] >= growth_interval:
+            larger = current * growth_factor
+            if larger <= max_scale:
+                current = larger
+            counters[0] = 0
+    scale_[...] = current
+    inv_scale[...] = 1.0 / current
+
+
+def _kept_layout(a: Array) -> str:
+    """The layout of an op's result: the argument's own, nchw for a strided one."""
+    return "nhwc" if memory_layout(a) == "nhwc" else "nchw"
+
+
+def _like(values: Array, a: Array) -> Array:
+    """The values in the dtype and layout of an array; themselves when they already are."""
+    if values.dtype == a.dtype and memory_layout(values) == _kept_layout(a):
+        return values
+    out = empty(a.shape, a.dtype, device=CPU, layout=_kept_layout(a))
+    out[...] = values
+    return out

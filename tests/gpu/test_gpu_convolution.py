@@ -1,0 +1,344 @@
+"""Convolutions on CUDA through the finder, against float64 on the host.
+
+Tolerances are shares of the largest sum of magnitudes: FFT and Winograd mix elements, so that no element has an error
+of its own.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+
+import flcuda
+from flcuda import device as devices
+from flcuda.errors import CudnnNotSupportedError, FlcudaError
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.sources.reference import Columns
+from flcuda.ops.bias import bias_forward
+from flcuda.ops.convolution import convolution
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "tf32": 1.5e-3, "float16": 3e-3, "bfloat16": 1.6e-2}
+PRECISIONS = list(TOLERANCE)
+
+LINES = [
+    "n3 c8 13x11 k16 3x3 p1",
+    "n4 c5 9x7 k3 3x2 p1x0 s2x1",
+    "n2 c8 15x15 k8 5x5 p2 s3",
+    "n2 c16 14x14 k32 1x1 s2",
+    "n2 c16 14x14 k32 1x1",
+    "n2 c3 32x32 k8 7x7 p3 s2",
+    "n2 c8 9x9 k8 3x3 p1:2x0:1",
+    "n2 c8 12x12 k8 3x3 p3:0x2:1 s2",
+]
+HARDER = [
+    "n2 c16 10x10 k16 3x3 p1 g2",
+    "n2 c8 10x10 k8 3x3 p1 g8",
+    "n2 c8 17x17 k8 3x3 p2 d2",
+    "n2 c8 17x17 k8 3x3 p1:4 d2x3 g2",
+    "n3 c4 40 k8 5 p2 s2",
+    "n3 c4 40 k8 5 p3:1 d2",
+    "n2 c4 7x8x9 k8 3x3x3 p1",
+    "n2 c4 7x8x9 k8 3x1x2 p1:0x0x1 s2x1x2",
+]
+
+
+def may_refuse(problem):
+    """What legacy may not take until the graph source comes: 16-bit with groups, with dilation or not 2-D."""
+    harder = problem.groups > 1 or set(problem.dilation) != {1} or len(problem.stride) != 2
+    return problem.precision in ("float16", "bfloat16") and harder
+
+
+def wide(problem):
+    """The same problem in float64, contiguous."""
+    return ConvolutionProblem.create(
+        problem.direction,
+        problem.x_shape,
+        problem.w_shape,
+        dtype="float64",
+        padding=tuple(zip(problem.padding_before, problem.padding_after, strict=True)),
+        stride=problem.stride,
+        dilation=problem.dilation,
+        groups=problem.groups,
+    )
+
+
+def expected(problem, first, second):
+    """The result and the sum of the magnitudes, in float64 by the CPU device, which has its own tests."""
+    exact = wide(problem)
+    algo = "col2im" if problem.direction == "backward_data" else "im2col"
+    results = []
+    for of in (np.asarray, np.abs):
+        out = np.empty(exact.shape_of(exact.operands[2]))
+        Columns(exact, algo, 8 << 20)(of(first.astype(np.float64)), of(second.astype(np.float64)), out)
+        results.append(out)
+    return results
+
+
+def host(a):
+    return devices.cupy().asnumpy(a).astype(np.float64)
+
+
+def on_gpu(problem, name, values):
+    with devices.resolve("cuda").use():
+        a = problem.empty(name, devices.resolve("cuda"))
+        a[...] = devices.cupy().asarray(np.ascontiguousarray(values))
+    return a
+
+
+def operands(problem, make):
+    """Inputs rounded to the problem's dtype, on both sides."""
+    dtype = devices.DTYPES[problem.dtype_of(problem.operands[0])]
+    values = [make(problem.shape_of(name)).astype(dtype) for name in problem.operands[:2]]
+    return values, [on_gpu(problem, name, v) for name, v in zip(problem.operands[:2], values, strict=True)]
+
+
+def run(problem, inputs, out):
+    """Calls the op with the problem's geometry."""
+    pads = tuple(zip(problem.padding_before, problem.padding_after, strict=True))
+    op = convolution(problem.stride, pads, problem.dilation, problem.groups, problem.math, len(problem.stride))
+    if problem.direction == "forward":
+        # The op only writes y; adding to it is what a Plan can do.
+        return flcuda.plan(problem)(*inputs, out=out) if problem.accumulate else op.forward(*inputs, out=out)
+    shape = problem.shape_of(problem.operands[2])
+    return getattr(op, problem.direction)(*inputs, shape, out=out, accumulate=problem.accumulate)
+
+
+def check(problem, rng):
+    values, inputs = operands(problem, rng.standard_normal)
+    out_name = problem.operands[2]
+    out_dtype = devices.DTYPES[problem.dtype_of(out_name)]
+    shape = problem.shape_of(out_name)
+    before = rng.standard_normal(shape).astype(out_dtype) if problem.accumulate else np.full(shape, np.nan, out_dtype)
+    out = on_gpu(problem, out_name, before)
+    wanted, scale = expected(problem, *values)
+    if problem.accumulate:
+        wanted, scale = wanted + before.astype(np.float64), scale + np.abs(before.astype(np.float64))
+    try:
+        for _ in range(2):  # searched, then remembered
+            out[...] = devices.cupy().asarray(before)
+            assert run(problem, inputs, out) is out
+            error = np.abs(host(out) - wanted).max()
+            assert error <= TOLERANCE[problem.precision] * scale.max(), f"{problem}: {error} of {scale.max()}"
+    except CudnnNotSupportedError:
+        if not may_refuse(problem):
+            raise
+    for a, v in zip(inputs, values, strict=True):
+        np.testing.assert_array_equal(host(a), v.astype(np.float64))
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", LINES + HARDER)
+def test_agrees_with_float64(line, direction, precision, layout, rng):
+    check(ConvolutionProblem.parse(f"{direction} {line} {precision} {layout}"), rng)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", [LINES[0], LINES[6]])
+def test_adds_to_out(line, direction, precision, rng):
+    layout = "nchw" if precision in ("float32", "float64") else "nhwc"
+    check(ConvolutionProblem.parse(f"{direction} {line} {precision} {layout} acc"), rng)
+
+
+STRIDED = [
+    "n2 c4 6x7 k8 3x3 p1 xs:1000x200x14x2",
+    "n2 c4 6x7 k8 3x3 p1 ws:1x8x32x96",
+    "n2 c4 6x7 k8 3x3 p1 ys:1000x120x14x2 acc",
+    "n2 c4 6x7 k8 3x3 p1 xs:1000x1x140x20 ws:36x9x3x1 ys:2000x200x1x8",
+    "n2 c4 6x7 k8 3x3 p1:0 xs:1000x200x14x2",
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", STRIDED)
+def test_any_strides(line, direction, precision, rng):
+    check(ConvolutionProblem.parse(f"{direction} {line} {precision}"), rng)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", LINES)
+def test_sparse_integers_into_poisoned_outputs(line, direction, precision, rng):
+    """Products of small integers: a wrong, missing or doubled element is off by 1, rounding never is."""
+    problem = ConvolutionProblem.parse(f"{direction} {line} {precision} nhwc")
+
+    def sparse(shape):
+        return rng.integers(-2, 3, shape) * (rng.random(shape) < 0.15)
+
+    values, inputs = operands(problem, sparse)
+    out_name = problem.operands[2]
+    out = on_gpu(problem, out_name, np.full(problem.shape_of(out_name), np.nan))
+    wanted, _ = expected(problem, *values)
+    run(problem, inputs, out)
+    error = np.abs(host(out) - wanted)
+    assert not np.isnan(error).any()
+    assert np.all(error <= 0.05 + 2.0**-8 * np.abs(wanted)), f"{problem}: {error.max()}"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_strict_float32_never_rounds_to_tf32(direction):
+    # 1 + 2^-12 is a float32; TF32, with 10 bits of mantissa, makes it 1.
+    problem = ConvolutionProblem.parse(f"{direction} n8 c32 16x16 k32 3x3 p1 float32 nchw")
+    values, inputs = operands(problem, lambda shape: np.full(shape, 1 + 2.0**-12))
+    out_name = problem.operands[2]
+    wanted, scale = expected(problem, *values)
+    report = flcuda.find(problem, device="cuda")
+    for row in report.rows:
+        if row.reason is None and row.candidate.source == "legacy":
+            out = on_gpu(problem, out_name, np.full(problem.shape_of(out_name), np.nan))
+            row.candidate.build()(*inputs, out)
+            error = np.abs(host(out) - wanted).max() / scale.max()
+            assert error < 5e-5, f"{row.candidate}: {error}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_outputs_are_allocated_in_the_layout_of_x(dtype, rng):
+    cupy = devices.cupy()
+    for layout in ("nchw", "nhwc"):
+        problem = ConvolutionProblem.parse(f"forward n2 c8 9x9 k8 3x3 p1 {dtype} {layout}")
+        _, (x, w) = operands(problem, rng.standard_normal)
+        op = convolution(padding=1)
+        y = op.forward(x, w)
+        assert isinstance(y, cupy.ndarray)
+        assert devices.memory_layout(y) == layout
+        assert devices.memory_layout(op.backward_data(y, w, x.shape)) == layout
+        assert devices.memory_layout(op.backward_filter(x, y, w.shape)) == layout
+
+
+def test_with_bias(rng):
+    problem = ConvolutionProblem.parse("forward n2 c4 9x9 k8 3x3 p1 float32 nhwc")
+    values, (x, w) = operands(problem, rng.standard_normal)
+    bias = rng.standard_normal(8, np.float32)
+    y = bias_forward(convolution(padding=1).forward(x, w), devices.cupy().asarray(bias))
+    wanted, scale = expected(problem, *values)
+    assert np.abs(host(y) - wanted - bias[:, None, None]).max() <= 2e-5 * scale.max()
+
+
+def test_broadcast_inputs_are_copied(rng):
+    cupy = devices.cupy()
+    x = cupy.broadcast_to(cupy.asarray(rng.standard_normal((1, 4, 8, 8), np.float32)), (3, 4, 8, 8))
+    w = cupy.asarray(rng.standard_normal((4, 4, 3, 3), np.float32))
+    problem = ConvolutionProblem.parse("forward n3 c4 8x8 k4 3x3")
+    wanted, scale = expected(problem, host(x), host(w))
+    for _ in range(2):
+        assert np.abs(host(convolution().forward(x, w)) - wanted).max() <= 2e-5 * scale.max()
+
+
+def test_an_empty_batch_calls_no_library(monkeypatch, rng):
+    from flcuda.ops import convolution as module
+
+    monkeypatch.setattr(module.finder, "plan", lambda *_, **__: pytest.fail("nothing is to be planned"))
+    cupy = devices.cupy()
+    x, w = cupy.empty((0, 4, 8, 8), np.float32), cupy.ones((4, 4, 3, 3), np.float32)
+    y = convolution().forward(x, w)
+    assert y.shape == (0, 4, 6, 6)
+    assert not host(convolution().backward_filter(x, y, w.shape)).any()
+
+
+def test_mixed_devices_and_dtypes_are_refused():
+    cupy = devices.cupy()
+    x, w = cupy.ones((1, 2, 5, 5), np.float32), np.ones((2, 2, 3, 3), np.float32)
+    with pytest.raises((TypeError, ValueError), match="w"):
+        convolution().forward(x, w)
+    with pytest.raises(TypeError, match="mixed"):
+        convolution().forward(x, cupy.ones((2, 2, 3, 3), np.float16))
+    with pytest.raises(ValueError, match="positive"):
+        convolution().forward(x[:, :, ::-1], cupy.ones((2, 2, 3, 3), np.float32))
+
+
+@pytest.mark.parametrize("line", [LINES[0], LINES[6]])
+def test_runs_on_the_callers_stream_and_in_a_capture(line, rng):
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse(f"forward {line} float32 nchw")
+    values, inputs = operands(problem, rng.standard_normal)
+    wanted, scale = expected(problem, *values)
+    out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):
+            run(problem, inputs, out)
+        stream.synchronize()
+        stream.begin_capture()
+        run(problem, inputs, out)
+        graph = stream.end_capture()
+        for factor in (2, 3):
+            # The graph reads the inputs as they are when it is launched.
+            inputs[0] *= np.float32(factor)
+            out.fill(np.nan)
+            graph.launch()
+        stream.synchronize()
+    assert np.abs(host(out) - 6 * wanted).max() <= 6 * 2e-5 * scale.max()
+
+
+def test_a_search_inside_a_capture_is_an_error():
+    cupy = devices.cupy()
+    x, w = cupy.ones((2, 3, 7, 7), np.float32), cupy.ones((5, 3, 3, 3), np.float32)
+    out = cupy.empty((2, 5, 5, 5), np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(FlcudaError, match="capture"):
+                convolution().forward(x, w, out=out)
+        finally:
+            stream.end_capture()
+
+
+def test_threads_with_streams_of_their_own_give_the_same_bits(rng):
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n4 c8 20x20 k8 3x3 p1 float32 nchw")
+    values, inputs = operands(problem, rng.standard_normal)
+    wanted, scale = expected(problem, *values)
+    cupy.cuda.Device().synchronize()
+    results, failures = [], []
+
+    def work():
+        try:
+            for _ in range(2):
+                with cupy.cuda.Stream(non_blocking=True) as stream:
+                    out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+                    for _ in range(5):
+                        run(problem, inputs, out)
+                    stream.synchronize()
+                    results.append(host(out))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(results) == 16
+    for result in results:
+        assert np.abs(result - wanted).max() <= 2e-5 * scale.max()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_policies(direction, rng):
+    problem = ConvolutionProblem.parse(f"{direction} n8 c16 20x20 k16 3x3 p1 float32 nchw")
+    values, inputs = operands(problem, rng.standard_normal)
+    wanted, scale = expected(problem, *values)
+    for changes in ({"mode": "heuristic"}, {"deterministic": True}, {"workspace_limit": 0}):
+        with flcuda.policy(**changes):
+            plan = flcuda.plan(problem, device="cuda")
+            out = on_gpu(problem, problem.operands[2], np.full(wanted.shape, np.nan))
+            first = host(plan(*inputs, out=out))
+            assert np.abs(first - wanted).max() <= 2e-5 * scale.max()
+            if "deterministic" in changes:
+                assert plan.choice.deterministic
+                for _ in range(5):
+                    np.testing.assert_array_equal(host(plan(*inputs, out=out)), first)
+            if "workspace_limit" in changes:
+                assert plan.workspace == 0
+
+
+def test_more_elements_than_descriptors_hold_is_refused_without_being_allocated():
+    problem = ConvolutionProblem.parse("forward n65536 c64 32x32 k1 1x1 float16 nhwc")
+    with pytest.raises(CudnnNotSupportedError, match=r"2\^31-1"):
+        flcuda.plan(problem, device="cuda")
