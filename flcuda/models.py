@@ -1,0 +1,145 @@
+"""Residual networks with torchvision's structure, keys and initial values.
+
+Source: He, Zhang, Ren and Sun 2015, "Deep residual learning for image recognition", table 1 (18 and 34 layers).
+"""
+
+from typing import Any, Literal
+
+from flcuda import functional as F  # noqa: N812
+from flcuda import nn
+from flcuda.autograd import Tensor
+from flcuda.device import Device
+
+Stem = Literal["imagenet", "small"]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm, and a shortcut around them.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the output.
+        stride: of the first convolution and the shortcut; the shortcut is a 1x1 convolution where the shape changes.
+        options: precision and device, for every layer.
+        draws: the initial values.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, options: dict[str, Any], draws: nn.Draws
+    ) -> None:
+        convolution: dict[str, Any] = {"bias": False, "seed": draws, "init": nn.fan_out_normal, **options}
+        self.conv1 = nn.Conv2D(in_channels, out_channels, 3, stride, 1, **convolution)
+        self.bn1 = nn.BatchNorm2D(out_channels, **options)
+        self.conv2 = nn.Conv2D(out_channels, out_channels, 3, 1, 1, **convolution)
+        self.bn2 = nn.BatchNorm2D(out_channels, **options)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or in_channels != out_channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2D(in_channels, out_channels, 1, stride, **convolution), nn.BatchNorm2D(out_channels, **options)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes (N, out_channels, H / stride, W / stride), rounded up."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(F.add(y, shortcut))
+
+
+class ResNet(nn.Module):
+    """A residual network of BasicBlocks.
+
+    Args:
+        blocks: how many in each of the four stages.
+        num_classes: of the last layer.
+        in_channels: of the images.
+        stem: "imagenet" is a 7x7 convolution of stride 2 and a max pool; "small" a 3x3 one of stride 1, for images of
+            some 32 pixels.
+        precision: see Note [precision] in flcuda.nn.
+        device: where it is; None is CUDA when available.
+        seed: of the initial values; None for one from the operating system.
+
+    Raises:
+        ValueError: an argument is out of range; names it and its value.
+        TypeError: an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        blocks: tuple[int, int, int, int],
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        stem: Stem = "imagenet",
+        *,
+        precision: str = "float32",
+        device: str | Device | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        if stem not in ("imagenet", "small"):
+            raise ValueError(f'stem: {stem!r} is neither "imagenet" nor "small"')
+        F.count("num_classes", num_classes)
+        options: dict[str, Any] = {"precision": precision, "device": device}
+        draws = nn.Draws(seed)
+        kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
+        self.conv1 = nn.Conv2D(
+            in_channels, 64, kernel, stride, kernel // 2, bias=False, seed=draws, init=nn.fan_out_normal, **options
+        )
+        self.bn1 = nn.BatchNorm2D(64, **options)
+        self.maxpool = nn.MaxPool2D(3, 2, 1) if stem == "imagenet" else None
+        stages = []
+        channels = 64
+        for stage, count in enumerate(blocks):
+            out_channels = 64 << stage
+            first = BasicBlock(channels, out_channels, 1 if stage == 0 else 2, options, draws)
+            rest = [BasicBlock(out_channels, out_channels, 1, options, draws) for _ in range(count - 1)]
+            stages.append(nn.Sequential(first, *rest))
+            channels = out_channels
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(channels, num_classes, seed=draws, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the logits.
+
+        Args:
+            x: (N, in_channels, H, W), floating, of any size and layout.
+
+        Returns:
+            (N, num_classes), in the model's precision.
+        """
+        x = F.relu(self.bn1(self.conv1(x)))
+        if self.maxpool is not None:
+            x = self.maxpool(x)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(F.global_avg_pool2d(x))
+
+
+def resnet18(
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    stem: Stem = "imagenet",
+    precision: str = "float32",
+    device: str | Device | None = None,
+    seed: int | None = 0,
+) -> ResNet:
+    """Makes a ResNet-18; see ResNet for the arguments.
+
+    Returns:
+        The model, in training mode.
+    """
+    return ResNet((2, 2, 2, 2), num_classes, in_channels, stem, precision=precision, device=device, seed=seed)
+
+
+def resnet34(
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    stem: Stem = "imagenet",
+    precision: str = "float32",
+    device: str | Device | None = None,
+    seed: int | None = 0,
+) -> ResNet:
+    """Makes a ResNet-34: 21,797,672 parameters in 110 tensors at 1000 classes; see ResNet for the arguments.
+
+    Returns:
+        The model, in training mode.
+    """
+    return ResNet((3, 4, 6, 3), num_classes, in_channels, stem, precision=precision, device=device, seed=seed)
