@@ -1,0 +1,44 @@
+"""The command `flcuda`: one module a subcommand, each of which parses, calls the library and prints."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import flcuda
+from flcuda.errors import FlcudaError
+
+_COMMANDS = ("train", "find", "info")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: the arguments after the command's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0, 2 for anything that the user can put right, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: by argparse, for `--help`, `--version` (0) and arguments that it refuses (2).
+    """
+    parser = argparse.ArgumentParser(
+        prog="flcuda", description="Found cuDNN algorithms, and training on them; everything also runs on the CPU."
+    )
+    parser.add_argument("--version", action="version", version=f"flcuda {flcuda.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules = {name: importlib.import_module(f"flcuda.cli.{name}") for name in _COMMANDS}
+    for module in modules.values():
+        module.configure(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(modules[args.command].run(args))
+    except (FlcudaError, ValueError, TypeError, OSError) as error:
+        print(f"flcuda: error: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("flcuda: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,56 @@
+"""Data sets, image files and the batches made of them."""
+
+from flcuda.data.dataset import (
+    Dataset,
+    ImageData,
+    TensorDataset,
+    TransformDataset,
+    batch_indices,
+    batches,
+    checked_labels,
+    digits,
+    epoch_order,
+    fashion_mnist,
+    fetch,
+    image_data,
+    read_idx,
+    synthetic,
+)
+from flcuda.data.images import ImageFolder, decode, image_folder, resize_shorter_side
+from flcuda.data.transforms import (
+    Compose,
+    Draws,
+    Flip,
+    Normalize,
+    PadCrop,
+    Transform,
+    channel_statistics,
+)
+
+__all__ = [
+    "Compose",
+    "Dataset",
+    "Draws",
+    "Flip",
+    "ImageData",
+    "ImageFolder",
+    "Normalize",
+    "PadCrop",
+    "TensorDataset",
+    "Transform",
+    "TransformDataset",
+    "batch_indices",
+    "batches",
+    "channel_statistics",
+    "checked_labels",
+    "decode",
+    "digits",
+    "epoch_order",
+    "fashion_mnist",
+    "fetch",
+    "image_data",
+    "image_folder",
+    "read_idx",
+    "resize_shorter_side",
+    "synthetic",
+]

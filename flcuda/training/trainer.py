@@ -1,0 +1,311 @@
+"""Trains and evaluates a classifier; the host reads the device at display intervals only."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flcuda import device as devices
+from flcuda import functional, nn
+from flcuda.amp import DynamicScaler
+from flcuda.autograd import Tensor, no_grad
+from flcuda.data import Dataset, batch_indices, fetch
+from flcuda.errors import FlcudaError
+from flcuda.ops import loss as loss_ops
+from flcuda.optim import SGD
+from flcuda.training.meters import Meter
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a running epoch has got to.
+
+    Attributes:
+        phase: "train" or "test".
+        epoch: counted from 1.
+        epochs: how many this call of `fit` trains up to.
+        done: images done in this phase.
+        images: images of this phase.
+        loss: mean over the images done so far.
+        accuracy: share of right answers of them, 0 to 1.
+        images_per_second: since the last report.
+    """
+
+    phase: str
+    epoch: int
+    epochs: int
+    done: int
+    images: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """A finished epoch.
+
+    Attributes:
+        epoch: counted from 1.
+        lr: of its last step.
+        train_loss: mean over the training images, while they were trained on.
+        train_accuracy: likewise, 0 to 1.
+        test_loss: mean over all test images after the epoch; None without a test.
+        test_accuracy: likewise, 0 to 1.
+        images_per_second: of the training.
+        seconds: of training and test together.
+    """
+
+    epoch: int
+    lr: float
+    train_loss: float
+    train_accuracy: float
+    test_loss: float | None
+    test_accuracy: float | None
+    images_per_second: float
+    seconds: float
+
+    def __str__(self) -> str:
+        parts = [f"epoch {self.epoch}: train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"]
+        if self.test_loss is not None:
+            parts.append(f"test loss {self.test_loss:.4f}, accuracy {self.test_accuracy:.4f}")
+        parts.append(f"{self.images_per_second:,.0f} images/s, {self.seconds:.1f} s")
+        return "; ".join(parts)
+
+
+class Trainer:
+    """Trains a classifier with cross-entropy.
+
+    The order of an epoch's images is a permutation of (seed, epoch). Training batches all have one size: what is left
+    over at the end of an epoch waits for another order. The test takes every image, the last partial batch included.
+
+    Args:
+        model: takes images (N, C, H, W) and returns logits (N, classes).
+        optimizer: of the model's parameters.
+        train: samples (image, label), images float32 (C, H, W), labels integers.
+        test: likewise; None: nothing is tested.
+        batch_size: images a step, at most the number of training images.
+        schedule: learning rate of a step, counted from 0; None leaves the optimizer's.
+        scaler: of the loss; None: the loss is not scaled.
+        label_smoothing: of the training loss, 0 to 1.
+        seed: of the order.
+        report_interval: seconds between two looks at the device.
+
+    Attributes:
+        history: the finished epochs.
+        step: finished steps.
+        last_report: the newest report of all, for who was interrupted.
+
+    Raises:
+        ValueError: an empty data set, a batch size below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: SGD,
+        train: Dataset,
+        test: Dataset | None = None,
+        *,
+        batch_size: int,
+        schedule: Callable[[int], float] | None = None,
+        scaler: DynamicScaler | None = None,
+        label_smoothing: float = 0.0,
+        seed: int = 0,
+        report_interval: float = 0.5,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        for name, dataset in (("train", train), ("test", test)):
+            if dataset is not None and not len(dataset):
+                raise ValueError(f"{name} has no samples")
+        self.model = model
+        self.optimizer = optimizer
+        self.train = train
+        self.test = test
+        self.batch_size = min(batch_size, len(train))
+        self.schedule = schedule
+        self.scaler = scaler
+        self.label_smoothing = label_smoothing
+        self.seed = seed
+        self.report_interval = report_interval
+        self.history: list[EpochResult] = []
+        self.step = 0
+        self.last_report: Report | None = None
+        weights = next(iter(model.parameters())).data
+        self.device = devices.device_of(weights)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch."""
+        return len(self.train) // self.batch_size
+
+    def fit(
+        self,
+        epochs: int,
+        *,
+        on_report: Callable[[Report], None] | None = None,
+        on_epoch: Callable[[EpochResult], None] | None = None,
+    ) -> list[EpochResult]:
+        """Trains on until `epochs` epochs are finished, those before this call included.
+
+        Args:
+            epochs: to be finished in all.
+            on_report: called at display intervals.
+            on_epoch: called after each epoch, with what is then the last entry of `history`.
+
+        Returns:
+            `history`.
+
+        Raises:
+            ValueError: a label that is no class; names the sample.
+            FlcudaError: the loss is no longer a finite number.
+        """
+        if epochs < 0:
+            raise ValueError(f"epochs must not be negative, not {epochs}")
+        with self.device.use():
+            while len(self.history) < epochs:
+                result = self._epoch(len(self.history), epochs, on_report)
+                self.history.append(result)
+                if on_epoch is not None:
+                    on_epoch(result)
+        return self.history
+
+    def evaluate(self, dataset: Dataset, *, on_report: Callable[[Report], None] | None = None) -> tuple[float, float]:
+        """Returns mean loss and accuracy (0 to 1) over every image of a data set, in eval mode.
+
+        The model is left in the mode in which it was.
+        """
+        with self.device.use():
+            return self._evaluate(dataset, _Reporter(self, "test", len(dataset), 0, 0, on_report))
+
+    def _epoch(self, epoch: int, epochs: int, on_report: Callable[[Report], None] | None) -> EpochResult:
+        start = time.perf_counter()
+        self.model.train()
+        parts = batch_indices(len(self.train), self.batch_size, seed=self.seed, epoch=epoch, last="skip-last")
+        reporter = _Reporter(self, "train", len(parts) * self.batch_size, epoch + 1, epochs, on_report)
+        rate = math.nan
+        for part in parts:
+            if self.schedule is not None:
+                rate = self.schedule(self.step)
+                self.optimizer.lr = rate
+            logits, target = self._forward(self.train, part, epoch)
+            loss = functional.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
+            self._update(loss)
+            self.step += 1
+            reporter.add(loss, logits, target)
+        reporter.report()
+        trained = time.perf_counter() - start
+        meter = reporter.meter
+        tested: tuple[float | None, float | None] = (None, None)
+        if self.test is not None:
+            tested = self._evaluate(self.test, _Reporter(self, "test", len(self.test), epoch + 1, epochs, on_report))
+        return EpochResult(
+            epoch + 1,
+            float(self.optimizer.lr) if self.schedule is None else rate,
+            meter.loss,
+            meter.accuracy,
+            *tested,
+            meter.images / trained,
+            time.perf_counter() - start,
+        )
+
+    def _evaluate(self, dataset: Dataset, reporter: "_Reporter") -> tuple[float, float]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with no_grad():
+                for part in batch_indices(len(dataset), self.batch_size):
+                    logits, target = self._forward(dataset, part, 0)
+                    reporter.add(functional.cross_entropy(logits, target), logits, target)
+        finally:
+            self.model.train(was_training)
+        reporter.report()
+        return reporter.meter.loss, reporter.meter.accuracy
+
+    def _forward(self, dataset: Dataset, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Any]:
+        """Returns the logits of these samples and their labels, int64 (N,), on the device."""
+        fields = fetch(dataset, indices, epoch)
+        if len(fields) != 2:
+            raise ValueError(f"a sample must be (image, label), not {len(fields)} fields")
+        images, labels = fields
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError(f"labels must be one integer a sample, not {labels.dtype} {labels.shape[1:]}")
+        # The model's first layer copies its input to its own dtype and layout.
+        logits = self.model(Tensor(self._upload(images)))
+        # On the host, where the labels still are: the device would only answer with a NaN.
+        classes = logits.shape[1]
+        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+        if len(wrong):
+            place = wrong[0]
+            raise ValueError(f"label {labels[place]} of sample {indices[place]} is no class: the model has {classes}")
+        return logits, self._upload(labels.astype(np.int64, copy=False))
+
+    def _upload(self, array: NDArray[Any]) -> Any:
+        return array if self.device.kind == "cpu" else devices.cupy().asarray(array)
+
+    def _update(self, loss: Tensor) -> None:
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer, loss)
+            return
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+class _Reporter:
+    """Collects a phase's meter at display intervals, and passes on what it says."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        phase: str,
+        images: int,
+        epoch: int,
+        epochs: int,
+        on_report: Callable[[Report], None] | None,
+    ) -> None:
+        self.meter = Meter()
+        self._trainer = trainer
+        self._phase = phase
+        self._images = images
+        self._epoch = epoch
+        self._epochs = epochs
+        self._on_report = on_report
+        self._time = time.perf_counter()
+
+    def add(self, loss: Tensor, logits: Tensor, target: Any) -> None:
+        self.meter.add(loss.data, loss_ops.top1_count(logits.data, target), len(target))
+        if time.perf_counter() - self._time >= self._trainer.report_interval:
+            self.report()
+
+    def report(self) -> None:
+        before = self.meter.images
+        self.meter.collect()
+        now = time.perf_counter()
+        if self.meter.images == before:
+            return
+        if not math.isfinite(self.meter.loss):
+            raise FlcudaError(self._divergence())
+        rate = (self.meter.images - before) / max(now - self._time, 1e-9)
+        self._time = now
+        meter = self.meter
+        report = Report(
+            self._phase, self._epoch, self._epochs, meter.images, self._images, meter.loss, meter.accuracy, rate
+        )
+        self._trainer.last_report = report
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def _divergence(self) -> str:
+        place = f"epoch {self._epoch}, step {self._trainer.step}"
+        if self._phase == "test":
+            return f"the loss on the test images is {self.meter.loss} after {place}"
+        rate = float(self._trainer.optimizer.lr)
+        return (
+            f"the loss is {self.meter.loss} by {place}: the training has diverged; try a learning rate below {rate:g}"
+        )
