@@ -1,0 +1,291 @@
+"""Data sets: fields, batches, orders, transforms, idx files and the sets known by name."""
+
+import gzip
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flcuda import data
+from flcuda.errors import FlcudaError
+
+
+def write_idx(path: Path, array: np.ndarray, magic: bytes | None = None) -> None:
+    head = magic or bytes([0, 0, 8, array.ndim])
+    content = head + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_fashion(folder: Path, rng: np.random.Generator, train: int = 30, test: int = 7) -> dict[str, np.ndarray]:
+    arrays = {}
+    for part, count in (("train", train), ("t10k", test)):
+        arrays[f"{part}-images-idx3-ubyte"] = rng.integers(0, 256, (count, 28, 28), np.uint8)
+        arrays[f"{part}-labels-idx1-ubyte"] = rng.integers(0, 10, count, np.uint8)
+    for place, (name, array) in enumerate(arrays.items()):
+        write_idx(folder / (name + (".gz" if place % 2 else "")), array)
+    return arrays
+
+
+class Squares:
+    """A map-style data set with three fields and no batch of its own."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int, float]:
+        return np.full((2, 3), index, np.float32), index * index, index / 2
+
+
+class TestTensorDataset:
+    def test_samples_and_batches_agree(self, rng: np.random.Generator) -> None:
+        fields = (rng.normal(size=(9, 2, 3)), rng.integers(0, 5, 9), rng.normal(size=9))
+        dataset = data.TensorDataset(*fields)
+        assert len(dataset) == 9
+        indices = np.array([8, 0, 3, 3])
+        for field, stacked in zip(fields, data.fetch(dataset, indices), strict=True):
+            np.testing.assert_array_equal(stacked, field[indices])
+        np.testing.assert_array_equal(dataset[-1][0], fields[0][8])
+        with pytest.raises(IndexError, match="9 is out of range for 9"):
+            dataset[9]
+
+    def test_bad_fields(self) -> None:
+        with pytest.raises(ValueError, match=r"\[3, 4\]"):
+            data.TensorDataset(np.zeros(3), np.zeros(4))
+        with pytest.raises(TypeError, match=r"fields\[1\] must be a NumPy array, not list"):
+            data.TensorDataset(np.zeros(3), [1, 2, 3])
+        with pytest.raises(ValueError, match=r"fields\[0\]"):
+            data.TensorDataset(np.array(3))
+        with pytest.raises(ValueError, match="at least one"):
+            data.TensorDataset()
+
+    def test_labels(self) -> None:
+        assert data.checked_labels(np.array([0, 2], np.uint8), 3).dtype == np.int64
+        with pytest.raises(ValueError, match=r"labels\[1\] is 3, but there are 3 classes"):
+            data.checked_labels(np.array([0, 3]), 3)
+        with pytest.raises(ValueError, match=r"labels\[0\] is -1"):
+            data.checked_labels(np.array([-1, 3]), 3)
+        with pytest.raises(TypeError, match="integers"):
+            data.checked_labels(np.array([0.5]), 3)
+
+
+class TestBatches:
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(0, 40), st.integers(1, 12), st.sampled_from([None, 0, 7]), st.integers(0, 3))
+    def test_each_index_once(self, count: int, size: int, seed: int | None, epoch: int) -> None:
+        parts = data.batch_indices(count, size, seed=seed, epoch=epoch)
+        assert [len(part) for part in parts] == [min(size, count - start) for start in range(0, count, size)]
+        served = np.concatenate([np.zeros(0, np.int64), *parts])
+        assert sorted(served) == list(range(count))
+        if seed is None:
+            assert list(served) == list(range(count))
+        skipped = data.batch_indices(count, size, seed=seed, epoch=epoch, last="skip-last")
+        assert len(skipped) == count // size
+        assert all(len(part) == size for part in skipped)
+
+    def test_order_depends_on_seed_and_epoch(self) -> None:
+        orders = {tuple(data.epoch_order(50, seed, epoch)) for seed in (0, 1, 2**40) for epoch in range(3)}
+        assert len(orders) == 9
+        np.testing.assert_array_equal(data.epoch_order(50, 3, 4), data.epoch_order(50, 3, 4))
+
+    def test_policies(self) -> None:
+        with pytest.raises(ValueError, match="batch_size 4 does not divide the 11 samples"):
+            data.batches(Squares(), 4, last="divisible-only")
+        with pytest.raises(ValueError, match="must be one of include-last"):
+            data.batches(Squares(), 4, last="drop")
+        with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+            data.batches(Squares(), 0)
+
+    def test_any_map_dataset_is_stacked(self) -> None:
+        parts = list(data.batches(Squares(), 4, seed=5, epoch=1))
+        assert [len(part[0]) for part in parts] == [4, 4, 3]
+        squares = np.concatenate([part[1] for part in parts])
+        values = np.concatenate([part[0] for part in parts])
+        assert values.shape == (11, 2, 3)
+        np.testing.assert_array_equal(values[:, 0, 0] ** 2, squares)
+
+    def test_unequal_samples_are_named(self) -> None:
+        class Ragged(Squares):
+            def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+                return (np.zeros(3 if index != 2 else 4),) * (2 if index == 5 else 1)
+
+        with pytest.raises(ValueError, match=r"field 0 of sample 2 is \(4,\), of sample 1 \(3,\)"):
+            data.fetch(Ragged(), np.array([1, 2]))
+        with pytest.raises(ValueError, match="sample 5 has 2 fields, sample 4 has 1"):
+            data.fetch(Ragged(), np.array([4, 5]))
+
+
+class TestTransforms:
+    def test_normalize(self, rng: np.random.Generator) -> None:
+        images = rng.integers(0, 256, (5, 3, 4, 6), np.uint8)
+        mean, std = data.channel_statistics(images)
+        result = data.Normalize(mean, std)(images, data.Draws(0, 0, np.arange(5)))
+        assert result.dtype == np.float32
+        expected = (images / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
+        np.testing.assert_allclose(result, expected, atol=1e-5)
+        np.testing.assert_allclose(result.mean((0, 2, 3)), 0, atol=1e-5)
+        np.testing.assert_allclose(result.std((0, 2, 3)), 1, atol=1e-5)
+
+    def test_normalize_refuses(self) -> None:
+        with pytest.raises(ValueError, match="one number a channel"):
+            data.Normalize([0.5], [0.5, 0.5])
+        with pytest.raises(ValueError, match="std must be positive"):
+            data.Normalize([0.5], [0.0])
+        draws = data.Draws(0, 0, np.arange(1))
+        with pytest.raises(TypeError, match="uint8, not float32"):
+            data.Normalize([0.5], [1.0])(np.zeros((1, 1, 2, 2), np.float32), draws)
+        with pytest.raises(ValueError, match=r"\(N, 1, H, W\), not \(1, 3, 2, 2\)"):
+            data.Normalize([0.5], [1.0])(np.zeros((1, 3, 2, 2), np.uint8), draws)
+
+    def test_a_channel_without_change(self) -> None:
+        assert data.channel_statistics(np.full((2, 1, 3, 3), 51, np.uint8)) == ((0.2,), (1.0,))
+
+    def test_pad_crop_shifts(self, rng: np.random.Generator) -> None:
+        images = rng.integers(1, 256, (64, 2, 5, 7), np.uint8)
+        result = data.PadCrop(2)(images, data.Draws(1, 0, np.arange(64)))
+        padded = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))
+        places = set()
+        for image, changed in zip(padded, result, strict=True):
+            found = [
+                (top, left)
+                for top in range(5)
+                for left in range(5)
+                if np.array_equal(image[:, top : top + 5, left : left + 7], changed)
+            ]
+            assert len(found) == 1
+            places.add(found[0])
+        assert {top for top, _ in places} == {left for _, left in places} == {0, 1, 2, 3, 4}
+
+    def test_flip(self, rng: np.random.Generator) -> None:
+        images = rng.integers(0, 256, (400, 1, 3, 4), np.uint8)
+        before = images.copy()
+        result = data.Flip()(images, data.Draws(1, 0, np.arange(400)))
+        np.testing.assert_array_equal(images, before)
+        flipped = (result == images[..., ::-1]).all((1, 2, 3))
+        assert ((result == images).all((1, 2, 3)) | flipped).all()
+        assert 140 < flipped.sum() < 260
+
+    def test_a_samples_numbers_are_its_own(self) -> None:
+        whole = data.Draws(3, 2, np.arange(100))
+        part = data.Draws(3, 2, np.array([17, 99, 4]))
+        np.testing.assert_array_equal(part.uniform(), whole.uniform()[[17, 99, 4]])
+        others = [data.Draws(4, 2, np.arange(100)), data.Draws(3, 1, np.arange(100)), whole.with_stream(1)]
+        for other in others:
+            assert not (other.uniform() == whole.uniform()).any()
+        assert ((whole.uniform() >= 0) & (whole.uniform() < 1)).all()
+
+    def test_transform_dataset(self, rng: np.random.Generator) -> None:
+        images = rng.integers(0, 256, (20, 1, 6, 6), np.uint8)
+        labels = np.arange(20)
+        changed = data.TransformDataset(
+            data.TensorDataset(images, labels), data.Compose(data.PadCrop(1), data.Flip()), seed=9
+        )
+        first = data.fetch(changed, np.arange(20), epoch=0)
+        np.testing.assert_array_equal(first[1], labels)
+        parts = list(data.batches(changed, 7, epoch=0))
+        np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), first[0])
+        assert (data.fetch(changed, np.arange(20), epoch=1)[0] != first[0]).any()
+        np.testing.assert_array_equal(changed[5][0], first[0][5])
+        assert changed[-1][1] == 19
+
+
+class TestIdx:
+    @pytest.mark.parametrize("suffix", ["", ".gz"])
+    def test_round_trip(self, tmp_path: Path, rng: np.random.Generator, suffix: str) -> None:
+        array = rng.integers(0, 256, (5, 3, 2), np.uint8)
+        write_idx(tmp_path / f"x{suffix}", array)
+        read = data.read_idx(tmp_path / f"x{suffix}", 3)
+        np.testing.assert_array_equal(read, array)
+        assert read.flags.writeable
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "truncated: 0 bytes"),
+            (b"\0\0\x08", "truncated: 3 bytes"),
+            (b"\0\0\x0d\x03" + bytes(12), "magic number 0x00000d03, expected 0x00000803"),
+            (b"\0\0\x08\x01" + bytes(12), "magic number 0x00000801, expected 0x00000803"),
+            (b"\0\0\x08\x03" + bytes(11), "truncated: the idx header needs 16 bytes, the file has 15"),
+            (b"\0\0\x08\x03" + struct.pack(">3I", 2, 2, 2) + bytes(7), "truncated: shape .* needs 8 .* has 7"),
+            (b"\0\0\x08\x03" + struct.pack(">3I", 2, 2, 2) + bytes(9), "too long: shape .* needs 8 .* has 9"),
+            (b"\0\0\x08\x03" + b"\xff" * 12 + bytes(9), "truncated: shape"),
+        ],
+    )
+    def test_broken_files_are_named(self, tmp_path: Path, content: bytes, message: str) -> None:
+        path = tmp_path / "train-images"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: {message}"):
+            data.read_idx(path, 3)
+
+    def test_broken_gzip_is_named(self, tmp_path: Path) -> None:
+        whole = gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 4000) + bytes(4000))
+        cases = {"cut.gz": whole[:-20], "no.gz": b"hello there", "bits.gz": whole[:12] + b"\xff" * 20}
+        for name, content in cases.items():
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ValueError, match=f"{name}: not a whole gzip file"):
+                data.read_idx(tmp_path / name, 1)
+
+
+class TestFashionMnist:
+    def test_reads_both_kinds_of_files(self, tmp_path: Path, rng: np.random.Generator) -> None:
+        arrays = write_fashion(tmp_path, rng)
+        split = data.fashion_mnist(tmp_path)
+        assert (len(split.train), len(split.test), len(split.classes)) == (30, 7, 10)
+        assert split.image_shape == (1, 28, 28)
+        images, labels = data.fetch(split.test, np.arange(7))
+        assert images.shape == (7, 1, 28, 28)
+        assert (images.dtype, labels.dtype) == (np.float32, np.int64)
+        np.testing.assert_array_equal(labels, arrays["t10k-labels-idx1-ubyte"])
+        mean, std = arrays["train-images-idx3-ubyte"].mean(), arrays["train-images-idx3-ubyte"].std()
+        np.testing.assert_allclose(images[:, 0], (arrays["t10k-images-idx3-ubyte"] - mean) / std, atol=1e-4)
+
+    def test_missing_says_what_to_install(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte.*apt install dataset-fashion-mnist"):
+            data.fashion_mnist(tmp_path)
+
+    def test_counts_and_labels(self, tmp_path: Path, rng: np.random.Generator) -> None:
+        write_fashion(tmp_path, rng)
+        labels = tmp_path / "train-labels-idx1-ubyte.gz"
+        write_idx(labels, np.zeros(29, np.uint8))
+        with pytest.raises(ValueError, match=r"has 30 images, .* has 29 labels"):
+            data.fashion_mnist(tmp_path)
+        write_idx(labels, np.full(30, 10, np.uint8))
+        with pytest.raises(ValueError, match=r"train-labels.*labels\[0\] is 10"):
+            data.fashion_mnist(tmp_path)
+        write_idx(labels, np.zeros(30, np.uint8))
+        write_idx(tmp_path / "t10k-images-idx3-ubyte", np.zeros((7, 20, 28), np.uint8))
+        with pytest.raises(ValueError, match=r"\(28, 28\) for training, of \(20, 28\) for the test"):
+            data.fashion_mnist(tmp_path)
+
+
+class TestDigits:
+    def test_split(self) -> None:
+        pytest.importorskip("sklearn")
+        split = data.digits()
+        assert (len(split.train), len(split.test)) == (1437, 360)
+        assert split.image_shape == (1, 8, 8)
+        images, labels = data.fetch(split.test, np.arange(360))
+        assert np.bincount(labels).min() >= 20
+        again, _ = data.fetch(data.digits(5).test, np.arange(360))
+        np.testing.assert_array_equal(images, again)
+
+    def test_missing_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sklearn", None)
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        with pytest.raises(FlcudaError, match=r"pip install 'flcuda\[demo\]'"):
+            data.digits()
+
+
+def test_synthetic() -> None:
+    split = data.synthetic(150, (3, 5, 4), 7)
+    assert (len(split.train), len(split.test), len(split.classes)) == (150, 18, 7)
+    images, labels = data.fetch(split.train, np.arange(150))
+    assert images.shape == (150, 3, 5, 4)
+    assert set(labels) == set(range(7))
+    np.testing.assert_array_equal(images[:22], images[128:])
+    np.testing.assert_array_equal(split.train[130][0], images[2])
+    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
+        data.synthetic(0)

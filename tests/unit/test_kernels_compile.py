@@ -1,0 +1,105 @@
+"""Every kernel file compiles for every architecture, with no GPU; and what the loader says when one does not."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from flcuda import kernel_loader
+from flcuda.errors import KernelCompileError, LibraryNotFoundError
+
+
+def _nvrtc_version() -> int | None:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        return int(nvrtc.getVersion()[0])
+    except (ImportError, RuntimeError, OSError):
+        return None
+
+
+NVRTC = _nvrtc_version()
+needs_nvrtc = pytest.mark.skipif(NVRTC is None, reason="no NVRTC (CuPy and its compiler) here")
+NAMES = sorted(path.stem for path in kernel_loader.kernel_dir().glob("*.cu"))
+
+
+def test_all_files_are_here() -> None:
+    assert NAMES == ["batch_norm", "bias", "elementwise", "finite", "loss", "optimizer", "pooling", "random"]
+
+
+@functools.cache
+def _cubin(name: str, arch: int) -> bytes:
+    return kernel_loader.compile_to_cubin(name, arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", kernel_loader.ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles(name: str, arch: int) -> None:
+    assert _cubin(name, arch)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_every_kernel_that_an_op_launches_exists() -> None:
+    launched = re.compile(r'launch(?:_blocks)?\(\s*"(\w+)",\s*f?"(\w+)(?:\{|")')
+    found = {name: _cubin(name, 80) for name in NAMES}
+    seen = 0
+    for file in (Path(kernel_loader.__file__).parent / "ops").glob("*.py"):
+        for name, function in launched.findall(file.read_text(encoding="utf-8")):
+            assert function.encode() in found[name], f"{file.name} launches {function}"
+            seen += 1
+    assert seen > 20
+
+
+def _folder(tmp_path: Path, body: str, header: str = "#define VALUE 1\n") -> Path:
+    (tmp_path / "common.cuh").write_text(header)
+    (tmp_path / "probe.cu").write_text(body)
+    return tmp_path
+
+
+@needs_nvrtc
+def test_an_error_names_file_and_line_and_frees_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy_backends.cuda.libs import nvrtc
+
+    destroyed: list[int] = []
+    destroy = nvrtc.destroyProgram
+    monkeypatch.setattr(nvrtc, "destroyProgram", lambda program: (destroyed.append(program), destroy(program)))
+    folder = _folder(
+        tmp_path, '#include "common.cuh"\nextern "C" __global__ void f(int* out) {\n  *out = nothing;\n}\n'
+    )
+    with pytest.raises(KernelCompileError, match=r"kernels/probe\.cu\(3\).*nothing") as raised:
+        kernel_loader.compile_to_cubin("probe", 80, folder)
+    assert raised.value.file == "kernels/probe.cu"
+    assert len(destroyed) == 1
+
+
+def test_a_header_edit_changes_the_source(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, '#include "common.cuh"\n')
+    before = kernel_loader.source("probe", folder)
+    assert before == kernel_loader.source("probe", folder)
+    assert before.splitlines()[1] == '#line 1 "kernels/probe.cu"'
+    (folder / "common.cuh").write_text("#define VALUE 2\n")
+    assert kernel_loader.source("probe", folder) != before
+    (folder / "common.cuh").write_text("#define VALUE 1\n")
+    assert kernel_loader.source("probe", folder) == before
+    (folder / "more.cuh").write_text("")
+    assert kernel_loader.source("probe", folder) != before
+
+
+def test_an_unknown_file_is_named() -> None:
+    with pytest.raises(ValueError, match="no kernel file 'nothing'; there are batch_norm, bias"):
+        kernel_loader.source("nothing")
+
+
+def test_missing_headers_list_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(kernel_loader, "_SYSTEM_CUDA", str(tmp_path / "system"))
+    with pytest.raises(LibraryNotFoundError, match=r"cuda_fp16\.h") as raised:
+        kernel_loader.include_dir(99)
+    assert str(tmp_path / "include") in raised.value.places
+    (tmp_path / "include").mkdir()
+    for header in ("cuda_fp16.h", "cuda_bf16.h"):
+        (tmp_path / "include" / header).touch()
+    assert kernel_loader.include_dir(99) == tmp_path / "include"

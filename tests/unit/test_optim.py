@@ -1,0 +1,245 @@
+"""SGD against its formula written out per parameter, its arguments, skipping, and its state."""
+
+import numpy as np
+import pytest
+
+from flcuda import functional as F  # noqa: N812
+from flcuda import nn, optim
+from flcuda.errors import FlcudaError
+from flcuda.parameters import Parameter
+
+
+def network(precision: str = "float64") -> nn.Sequential:
+    options = {"precision": precision, "device": "cpu"}
+    draws = nn.Draws(1)
+    return nn.Sequential(
+        nn.Conv2D(2, 3, 3, seed=draws, **options),
+        nn.BatchNorm2D(3, **options),
+        nn.Flatten(),
+        nn.Linear(27, 4, seed=draws, **options),
+    )
+
+
+def backward(model: nn.Module, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((6, 2, 5, 5)).astype(np.float32)
+    F.cross_entropy(model(x), rng.integers(0, 4, 6)).backward()
+
+
+def everything(model: nn.Module, optimizer: optim.SGD) -> list[np.ndarray]:
+    """Copies of every array that a step may change."""
+    arrays = [a for arena in model.arenas for a in (arena.master, arena.data)]
+    arrays += optimizer._velocity or []
+    arrays += [a for s in model.statistics for a in (s.running, s.running_counts)]
+    return [a.copy() for a in arrays]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.05},
+        {"momentum": 0.9},
+        {"momentum": 0.8, "weight_decay": 0.01},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
+)
+@pytest.mark.parametrize("precision", ["float64", "float32", "float16"])
+def test_the_formula(rng, options, precision):
+    model = network(precision)
+    model[0].bias.decay = False
+    optimizer = optim.SGD(model, 0.1, **options)
+    momentum, decay = options.get("momentum", 0.0), options.get("weight_decay", 0.0)
+    expected = {name: p.values().astype(np.float64) for name, p in model.named_parameters()}
+    velocity = {name: np.zeros(p.shape) for name, p in model.named_parameters()}
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, rng)
+        optimizer.lr = lr = 0.1 / (step + 1)
+        for name, p in model.named_parameters():
+            g = p.grad.astype(np.float64) + (decay if name != "0.bias" else 0) * expected[name]
+            velocity[name] = momentum * velocity[name] + g
+            expected[name] -= lr * (g + momentum * velocity[name] if options.get("nesterov") else velocity[name])
+        optimizer.step()
+        for name, p in model.named_parameters():
+            tolerance = 1e-12 if precision == "float64" else 2e-6
+            np.testing.assert_allclose(p.values(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+            expected[name] = p.values().astype(np.float64)
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero(rng):
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            self.used = network()
+            self.unused = nn.Linear(2, 2, device="cpu", precision="float64", seed=0)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = Partly()
+    optimizer = optim.SGD(model, 0.1, momentum=0.9, weight_decay=0.1)
+    before = model.unused.weight.values()
+    for p in model.parameters():
+        p.buffer[...] = np.nan  # what a former step may have left
+    backward(model, rng)
+    optimizer.step()
+    np.testing.assert_allclose(model.unused.weight.values(), before * (1 - 0.1 * 0.1), rtol=1e-14)
+    assert np.isfinite(model.arenas[0].master).all()
+
+
+def test_zero_grad_writes_nothing_and_micro_batches_add_up(rng):
+    """Two halves with half the loss each are the whole batch; batch norm is left out, it sees other statistics."""
+    options = {"precision": "float64", "device": "cpu"}
+    models = [
+        nn.Sequential(nn.Conv2D(2, 3, 3, seed=1, **options), nn.Flatten(), nn.Linear(27, 4, seed=2, **options))
+        for _ in range(2)
+    ]
+    optimizers = [optim.SGD(model, 0.5, momentum=0.9) for model in models]
+    for _ in range(3):
+        x, target = rng.standard_normal((6, 2, 5, 5)), rng.integers(0, 4, 6)
+        F.cross_entropy(models[0](x), target).backward()
+        for part in (slice(0, 3), slice(3, 6)):
+            (F.cross_entropy(models[1](x[part]), target[part]) * 0.5).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            kept = optimizer.arenas[0].grad.copy()
+            optimizer.zero_grad()
+            np.testing.assert_array_equal(optimizer.arenas[0].grad, kept)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        np.testing.assert_allclose(p.data, q.data, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_settles_the_statistics(rng):
+    model = network()
+    optimizer = optim.SGD(model, 0.1)
+    backward(model, rng)
+    assert model[1].bn.num_batches_tracked.tolist() == [0]
+    optimizer.step()
+    np.testing.assert_array_equal(model[1].bn.running_mean, model[1].bn.pending_mean)
+    assert model[1].bn.running_mean.all()
+    assert model[1].bn.num_batches_tracked.tolist() == [1]
+
+
+def test_a_flagged_step_changes_no_bit(rng):
+    model = network("float16")
+    optimizer = optim.SGD(model, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, rng)
+        optimizer.step()
+    before = everything(model, optimizer)
+    backward(model, rng)
+    model.arenas[0].grad[...] = np.nan
+    optimizer.step(flags=np.array([1, 0, 1], np.int32))
+    for a, b in zip(before, everything(model, optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    optimizer.zero_grad()
+    backward(model, rng)
+    optimizer.step(flags=np.array([0, 3, 0], np.int32))
+    assert all((a != b).any() for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+def test_inv_scale_is_used_once(rng):
+    model, other = network(), network()
+    optimizers = [optim.SGD(m, 0.1, momentum=0.9) for m in (model, other)]
+    for scale in (64.0, 1.0):
+        x, target = rng.standard_normal((6, 2, 5, 5)), rng.integers(0, 4, 6)
+        (F.cross_entropy(model(x), target) * scale).backward()
+        F.cross_entropy(other(x), target).backward()
+        if scale != 1:
+            optimizers[0].inv_scale = np.array([1 / scale])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(p.data, q.data)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_state_dicts_go_round(rng, momentum):
+    model = network("float16")
+    optimizer = optim.SGD(model, 0.1, momentum=momentum, weight_decay=0.01)
+    backward(model, rng)
+    optimizer.step()
+    optimizer.lr = 0.05
+    state, parameters = optimizer.state_dict(), model.state_dict()
+    if momentum:
+        assert state["velocity"]["0.weight"].shape == (3, 2, 3, 3)
+        assert state["velocity"]["0.weight"].dtype == np.float32
+    other = network("float16")
+    resumed = optim.SGD(other, 7.0, momentum=0.5, nesterov=True)
+    other.load_state_dict(parameters)
+    velocity = resumed._velocity
+    resumed.load_state_dict(state)
+    assert (resumed.lr, resumed.momentum, resumed.nesterov, resumed.weight_decay) == (0.05, momentum, False, 0.01)
+    if momentum:
+        assert all(a is b for a, b in zip(velocity, resumed._velocity, strict=True))
+    seed = int(rng.integers(1 << 30))
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.zero_grad()
+        backward(m, np.random.default_rng(seed))
+        o.step()
+    for a, b in zip(everything(model, optimizer), everything(other, resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_wrong_state_changes_nothing(rng):
+    model = network()
+    optimizer = optim.SGD(model, 0.1, momentum=0.9)
+    backward(model, rng)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = everything(model, optimizer)
+    velocity = dict(state["velocity"])
+    velocity["0.weight"] = np.zeros((3, 3))
+    del velocity["0.bias"]
+    velocity["head"] = np.zeros(3)
+    with pytest.raises(ValueError, match="state: ") as error:
+        optimizer.load_state_dict({**state, "velocity": velocity, "lr": 5.0})
+    assert "missing velocity: 0.bias" in str(error.value)
+    assert "unexpected velocity: head" in str(error.value)
+    assert "velocity 0.weight: shape (3, 3) where the model has (3, 2, 3, 3)" in str(error.value)
+    for bad in ({**state, "lr": -1.0}, {**state, "momentum": 2}, {**state, "extra": 1}, {"lr": 1.0}):
+        with pytest.raises(ValueError, match=r"lr|momentum|key"):
+            optimizer.load_state_dict(bad)
+    assert optimizer.lr == 0.1
+    for a, b in zip(before, everything(model, optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"lr": -0.1}, ValueError, "lr: -0.1"),
+        ({"lr": float("nan")}, ValueError, "lr: nan"),
+        ({"lr": "0.1"}, TypeError, "lr: '0.1'"),
+        ({"lr": 0.1, "momentum": -0.5}, ValueError, "momentum: -0.5"),
+        ({"lr": 0.1, "momentum": 1.5}, ValueError, "momentum: 1.5"),
+        ({"lr": 0.1, "nesterov": True}, ValueError, "nesterov: True"),
+        ({"lr": 0.1, "momentum": 0.9, "nesterov": 1}, TypeError, "nesterov: 1"),
+        ({"lr": 0.1, "weight_decay": -1e-4}, ValueError, "weight_decay: -0.0001"),
+    ],
+)
+def test_bad_arguments(arguments, kind, match):
+    with pytest.raises(kind, match=match):
+        optim.SGD(network(), **arguments)
+
+
+def test_bad_models():
+    with pytest.raises(TypeError, match="model: list"):
+        optim.SGD([Parameter(np.zeros(3), device="cpu")], 0.1)
+    with pytest.raises(ValueError, match="model: "):
+        optim.SGD(nn.ReLU(), 0.1)
+    optimizer = optim.SGD(network(), 0.1)
+    with pytest.raises(ValueError, match="lr: -1"):
+        optimizer.lr = -1
+    assert optimizer.lr == 0.1
+
+
+def test_an_optimizer_whose_model_moved_away_says_so(rng):
+    model = network()
+    optimizer = optim.SGD(model, 0.1)
+    larger = nn.Sequential(model, nn.Linear(4, 4, device="cpu", precision="float64", seed=0))
+    optim.SGD(larger, 0.1)
+    backward(model, rng)
+    with pytest.raises(FlcudaError, match="make the optimizer last"):
+        optimizer.step()

@@ -1,0 +1,258 @@
+"""The trainer on the CPU device: meters, order, learning, evaluation, clear errors."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from flcuda import amp, autograd, data, nn, optim, training
+from flcuda.errors import FlcudaError
+from flcuda.training import Meter, Report, Trainer, WarmupCosine
+
+
+class Recorder:
+    """A data set that remembers which samples were asked for, in which epoch."""
+
+    def __init__(self, dataset: data.TensorDataset) -> None:
+        self.dataset = dataset
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[object, ...]:
+        return self.dataset[index]
+
+    def batch(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
+        self.asked.append((epoch, [int(index) for index in indices]))
+        return self.dataset.batch(indices, epoch)
+
+
+def blobs(rng: np.random.Generator, count: int, classes: int = 3) -> data.TensorDataset:
+    """Images (1, 4, 4) with one bright row a class, and noise."""
+    labels = rng.integers(0, classes, count)
+    images = rng.normal(size=(count, 1, 4, 4)).astype(np.float32) * 0.5
+    images[np.arange(count), 0, labels] += 2.0
+    return data.TensorDataset(images, labels)
+
+
+def small_model(precision: str = "float32", classes: int = 3) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2D(1, 8, 3, padding=1, precision=precision, device="cpu", seed=1),
+        nn.BatchNorm2D(8, precision=precision, device="cpu"),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, classes, precision=precision, device="cpu", seed=2),
+    )
+
+
+def make_trainer(
+    train: data.Dataset,
+    test: data.Dataset | None = None,
+    precision: str = "float32",
+    lr: float = 0.05,
+    **options: object,
+) -> Trainer:
+    model = small_model(precision)
+    optimizer = optim.SGD(model, lr=lr, momentum=0.9)
+    return Trainer(model, optimizer, train, test, **{"batch_size": 16, **options})
+
+
+class TestMeter:
+    def test_weighted_by_images(self, rng: np.random.Generator) -> None:
+        meter = Meter()
+        assert math.isnan(meter.loss)
+        assert math.isnan(meter.accuracy)
+        losses, sizes = rng.uniform(1, 3, 7).astype(np.float32), [16, 16, 16, 3, 16, 1, 5]
+        right = [int(rng.integers(0, size + 1)) for size in sizes]
+        for place, (loss, size, count) in enumerate(zip(losses, sizes, right, strict=True)):
+            meter.add(np.array(loss), np.array(count), size)
+            if place == 3:
+                meter.collect()
+                assert meter.images == 51
+        assert meter.images == 51
+        meter.collect()
+        meter.collect()
+        assert meter.images == sum(sizes)
+        assert meter.loss == pytest.approx(np.average(losses, weights=sizes), rel=1e-6)
+        assert meter.accuracy == sum(right) / sum(sizes)
+
+    def test_borrows_the_arrays(self) -> None:
+        loss, correct = np.array(2.0, np.float32), np.array(3)
+        meter = Meter()
+        meter.add(loss, correct, 4)
+        meter.add(loss, correct, 4)
+        meter.collect()
+        assert (float(loss), int(correct)) == (2.0, 3)
+
+
+class TestSchedule:
+    def test_rises_and_falls(self) -> None:
+        schedule = WarmupCosine(0.4, 100, 10, final=0.04)
+        rates = [schedule(step) for step in range(101)]
+        np.testing.assert_allclose(rates[:10], 0.04 * np.arange(1, 11))
+        assert rates[10] == 0.4
+        assert rates[55] == pytest.approx(0.22)
+        assert rates[100] == schedule(500) == pytest.approx(0.04)
+        assert all(before > after for before, after in itertools.pairwise(rates[10:]))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((math.nan, 5), "peak must be a finite rate"),
+            ((-1.0, 5), "peak must be a finite rate of at least 0, not -1.0"),
+            ((1.0, 0), "steps must be at least 1, not 0"),
+            ((1.0, 5, 6), "warmup must be between 0 and steps 5, not 6"),
+        ],
+    )
+    def test_refuses(self, arguments: tuple[float, ...], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            WarmupCosine(*arguments)  # type: ignore[arg-type]
+
+
+class TestTraining:
+    @pytest.mark.parametrize("precision", ["float64", "float32", "float16", "bfloat16"])
+    def test_learns(self, rng: np.random.Generator, precision: str) -> None:
+        scaler = amp.DynamicScaler() if precision == "float16" else None
+        trainer = make_trainer(blobs(rng, 160), blobs(rng, 50), precision, scaler=scaler)
+        history = trainer.fit(4)
+        assert history[-1].test_accuracy is not None
+        assert history[-1].test_accuracy >= 0.9
+        assert history[-1].train_loss < history[0].train_loss
+        assert [result.epoch for result in history] == [1, 2, 3, 4]
+        assert trainer.step == 40
+
+    def test_order_is_the_permutation_of_seed_and_epoch(self, rng: np.random.Generator) -> None:
+        recorder = Recorder(blobs(rng, 40))
+        make_trainer(recorder, seed=6).fit(2)
+        expected = [
+            (epoch, [int(i) for i in part])
+            for epoch in (0, 1)
+            for part in data.batch_indices(40, 16, seed=6, epoch=epoch, last="skip-last")
+        ]
+        assert recorder.asked == expected
+
+    def test_the_test_takes_every_image_and_weights_the_loss(self, rng: np.random.Generator) -> None:
+        train, test = blobs(rng, 32), Recorder(blobs(rng, 37))
+        trainer = make_trainer(train, test)
+        trainer.fit(1)
+        assert [len(part) for _, part in test.asked] == [16, 16, 5]
+        images, labels = test.dataset.fields
+        trainer.model.eval()
+        with autograd.no_grad():
+            logits = trainer.model(autograd.Tensor(images)).data.astype(np.float64)
+        trainer.model.train()
+        shifted = logits - logits.max(1, keepdims=True)
+        losses = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(37), labels]
+        assert trainer.history[0].test_loss == pytest.approx(losses.mean(), rel=1e-5)
+        assert trainer.history[0].test_accuracy == (logits.argmax(1) == labels).mean()
+
+    def test_evaluation_changes_nothing(self, rng: np.random.Generator) -> None:
+        trainer = make_trainer(blobs(rng, 32))
+        trainer.fit(1)
+        before = {name: value.copy() for name, value in trainer.model.state_dict().items()}
+        first = trainer.evaluate(blobs(rng, 21))
+        assert trainer.model.training
+        for name, value in trainer.model.state_dict().items():
+            np.testing.assert_array_equal(value, before[name])
+        assert 0 <= first[1] <= 1
+
+    def test_same_seed_same_training(self, rng: np.random.Generator) -> None:
+        train, test = blobs(rng, 48), blobs(rng, 20)
+        runs = []
+        for seed in (0, 0, 1):
+            history = make_trainer(train, test, seed=seed).fit(2)
+            runs.append([(result.train_loss, result.test_loss) for result in history])
+        assert runs[0] == runs[1] != runs[2]
+
+    def test_going_on_equals_going_through(self, rng: np.random.Generator) -> None:
+        train = blobs(rng, 48)
+        through, parted = make_trainer(train), make_trainer(train)
+        through.fit(3)
+        parted.fit(1)
+        parted.fit(3)
+        assert [r.train_loss for r in through.history] == [r.train_loss for r in parted.history]
+
+    def test_schedule_reaches_the_optimizer(self, rng: np.random.Generator) -> None:
+        rates = []
+
+        def schedule(step: int) -> float:
+            rates.append(step)
+            return 0.25 / (step + 1)
+
+        trainer = make_trainer(blobs(rng, 32), schedule=schedule)
+        trainer.fit(2)
+        assert rates == [0, 1, 2, 3]
+        assert float(trainer.optimizer.lr) == pytest.approx(0.0625)
+        assert trainer.history[-1].lr == 0.0625
+
+    def test_reports(self, rng: np.random.Generator) -> None:
+        reports: list[Report] = []
+        epochs: list[training.EpochResult] = []
+        trainer = make_trainer(blobs(rng, 40), blobs(rng, 5), report_interval=0.0)
+        trainer.fit(1, on_report=reports.append, on_epoch=epochs.append)
+        assert [(r.phase, r.done, r.images) for r in reports] == [("train", 16, 32), ("train", 32, 32), ("test", 5, 5)]
+        assert epochs == trainer.history
+        assert "epoch 1: train loss" in str(epochs[0])
+        assert epochs[0].train_loss == reports[1].loss
+        assert trainer.last_report == reports[-1]
+
+    def test_without_a_test(self, rng: np.random.Generator) -> None:
+        result = make_trainer(blobs(rng, 10)).fit(1)[0]
+        assert (result.test_loss, result.test_accuracy) == (None, None)
+        assert "test" not in str(result)
+
+    def test_a_batch_is_never_larger_than_the_data_set(self, rng: np.random.Generator) -> None:
+        trainer = make_trainer(blobs(rng, 10), batch_size=64)
+        trainer.fit(1)
+        assert (trainer.batch_size, trainer.step, trainer.last_report.done) == (10, 1, 10)  # type: ignore[union-attr]
+
+    def test_interrupt_keeps_what_was_reached(self, rng: np.random.Generator) -> None:
+        def interrupt(report: Report) -> None:
+            if report.epoch == 2 and report.done == 32:
+                raise KeyboardInterrupt
+
+        trainer = make_trainer(blobs(rng, 48), report_interval=0.0)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(3, on_report=interrupt)
+        assert len(trainer.history) == 1
+        assert dataclasses.asdict(trainer.last_report)["done"] == 32  # type: ignore[arg-type]
+
+
+class TestErrors:
+    def test_a_bad_label_is_named(self, rng: np.random.Generator) -> None:
+        images, labels = blobs(rng, 32).fields
+        for wrong in (3, -1):
+            changed = labels.copy()
+            changed[21] = wrong
+            with pytest.raises(ValueError, match=f"label {wrong} of sample 21 is no class: the model has 3"):
+                make_trainer(data.TensorDataset(images, changed)).fit(1)
+
+    def test_labels_must_be_integers(self, rng: np.random.Generator) -> None:
+        images, labels = blobs(rng, 32).fields
+        with pytest.raises(ValueError, match="labels must be one integer a sample, not float64"):
+            make_trainer(data.TensorDataset(images, labels.astype(np.float64))).fit(1)
+        with pytest.raises(ValueError, match=r"a sample must be \(image, label\), not 3 fields"):
+            make_trainer(data.TensorDataset(images, labels, labels)).fit(1)
+
+    def test_divergence_is_an_error(self, rng: np.random.Generator) -> None:
+        images, labels = blobs(rng, 64).fields
+        images = images.copy()
+        images[40, 0, 2, 1] = np.nan
+        trainer = make_trainer(data.TensorDataset(images, labels), lr=0.125)
+        with pytest.raises(FlcudaError, match=r"the loss is nan by epoch 1, step 4.*0\.125"):
+            trainer.fit(1)
+        assert not trainer.history
+
+    def test_bad_arguments(self, rng: np.random.Generator) -> None:
+        empty = data.TensorDataset(np.zeros((0, 1, 4, 4), np.float32), np.zeros(0, np.int64))
+        with pytest.raises(ValueError, match="train has no samples"):
+            make_trainer(empty)
+        with pytest.raises(ValueError, match="test has no samples"):
+            make_trainer(blobs(rng, 5), empty)
+        with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+            make_trainer(blobs(rng, 5), batch_size=0)
+        with pytest.raises(ValueError, match="epochs must not be negative, not -1"):
+            make_trainer(blobs(rng, 5)).fit(-1)
