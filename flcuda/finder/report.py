@@ -160,9 +160,12 @@ class FindReport:
         refused = [row for row in self.rows if row.reason is not None]
         if refused:
             console.print("not usable:")
+            by_reason: dict[str | None, list[str]] = {}
             for row in refused:
-                reason = f"  {row.label}: {row.reason}"
-                console.print(Text(textwrap.fill(reason, _WIDTH, subsequent_indent="    ")))
+                by_reason.setdefault(row.reason, []).append(row.label)
+            for reason, names in by_reason.items():
+                text_of = f"  {', '.join(dict.fromkeys(names))}: {reason}"
+                console.print(Text(textwrap.fill(text_of, _WIDTH, subsequent_indent="    ")))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
 
     def _table(self, usable: list[Row]) -> Table:
@@ -177,12 +180,14 @@ class FindReport:
         table.add_column("det.", no_wrap=True)
         for rank, row in enumerate(usable, 1):
             candidate = row.candidate
-            parameters = " ".join(f"{name}={value}" for name, value in candidate.parameters)
+            parameters = dict(candidate.parameters)
+            # cuDNN's own word for the math, where there is one, says more than "fma" or "tensor_op".
+            math = str(parameters.pop("math_type", candidate.math))
             table.add_row(
                 str(rank),
                 candidate.source,
-                f"{candidate.algo} {parameters}".strip(),
-                candidate.math,
+                " ".join([candidate.algo, *(f"{name}={value}" for name, value in parameters.items())]),
+                math,
                 "-" if row.timing is None else milliseconds(row.timing.median_ms),
                 "-" if row.timing is None or row.timing.samples < 2 else milliseconds(row.timing.spread_ms),
                 f"{candidate.workspace / _MB:.1f}",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flcuda import cudnn
 from flcuda import device as devices
+from flcuda.device import CPU
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources import legacy
 from flcuda.finder.sources.legacy import Call, LegacyRunner, LegacySource
@@ -202,7 +203,12 @@ def test_each_reported_entry_becomes_a_candidate_with_its_own_math():
     refused = made(strict, algo=6, status=3000)
     assert refused.algo == "WINOGRAD"
     assert "NOT_SUPPORTED" in refused.reason
-    assert made(strict, algo=99, status=0, mathType=3).algo == "99"
+    newer = made(strict, algo=99, status=0, mathType=3)
+    assert newer.algo == "ALGO_99"
+    assert legacy.LegacySource().restore(strict.problem, newer, CPU).identity == newer.identity
+    wide = Call.create(ConvolutionProblem.parse("forward n2 c4 8x8 k4 5x5 p2 float32 nchw"))
+    assert made(strict, algo=7, status=0, mathType=3).reason is None
+    assert "less exact than TF32" in made(wide, algo=7, status=0, mathType=3).reason
 
 
 def test_candidates_are_restored_by_what_a_choice_keeps():
