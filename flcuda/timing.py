@@ -7,7 +7,7 @@ launches more slowly than the GPU works, the time between two events is the host
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,8 @@ def measure(
         device: where it runs; of several CUDA devices the one that is current.
         warmup: runs before the first sample.
         repeats: samples to take, at least 1.
-        budget_s: seconds for all samples together, by the time of one run; fewer samples than ``repeats`` are taken
-            when it would not do, though not fewer than LEAST_REPEATS.
+        budget_s: seconds for all samples together; fewer than ``repeats`` are taken when they would take longer, though
+            not fewer than LEAST_REPEATS.
 
     Returns:
         The times. All work is complete.
@@ -74,7 +74,7 @@ def measure(
 
 
 def once(run: Callable[[], object], device: Device) -> float:
-    """Times a single run, with no warm-up; for a coarse look before ``measure``.
+    """Times a single run, with no warm-up.
 
     Args:
         run: as for ``measure``.
@@ -86,7 +86,16 @@ def once(run: Callable[[], object], device: Device) -> float:
     return measure(run, device, warmup=0, repeats=1).median_ms
 
 
-def _summary(times_ms: list[float], host_ms: list[float]) -> Timing:
+def summary(times_ms: Sequence[float], host_ms: Sequence[float]) -> Timing:
+    """Gives the statistics of samples.
+
+    Args:
+        times_ms: milliseconds of each run, at least one.
+        host_ms: milliseconds for which each call kept the host.
+
+    Returns:
+        The times.
+    """
     low = high = times_ms[0]
     if len(times_ms) > 1:
         low, *_, high = statistics.quantiles(times_ms, n=10, method="inclusive")
@@ -110,11 +119,11 @@ def _measure_cpu(run: Callable[[], object], warmup: int, repeats: int, budget_s:
     for _ in range(warmup):
         run()
     times: list[float] = []
-    while not times or len(times) < _affordable(repeats, budget_s, times[0]):
+    while len(times) < repeats and (len(times) < LEAST_REPEATS or sum(times) < 1e3 * budget_s):
         start = time.perf_counter()
         run()
         times.append(1e3 * (time.perf_counter() - start))
-    return _summary(times, times)
+    return summary(times, times)
 
 
 def _measure_cuda(run: Callable[[], object], warmup: int, repeats: int, budget_s: float) -> Timing:
@@ -130,7 +139,7 @@ def _measure_cuda(run: Callable[[], object], warmup: int, repeats: int, budget_s
         _CudaSample(cupy, stream, run) for _ in range(_affordable(repeats, budget_s, first.elapsed_ms()) - 1)
     )
     samples[-1].end.synchronize()
-    return _summary([sample.elapsed_ms() for sample in samples], [sample.host_ms for sample in samples])
+    return summary([sample.elapsed_ms() for sample in samples], [sample.host_ms for sample in samples])
 
 
 class _CudaSample:

@@ -93,7 +93,9 @@ class Key:
         return cls(
             problem=ConvolutionProblem.parse(value["problem"]),
             policy=Policy(**value["policy"]),
-            device_model=tuple(sorted(value["device_model"].items())),
+            device_model=tuple(
+                sorted((_text(name), _parameter(entry)) for name, entry in value["device_model"].items())
+            ),
             library_version=_text(value["library_version"]),
             sources=tuple(_text(name) for name in value["sources"]),
         )
@@ -232,7 +234,7 @@ class Choice:
                 spread_ms=_time(choice["spread_ms"]),
                 recorded={_text(name): _parameter(entry) for name, entry in value["recorded"].items()},
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a Choice: {type(error).__name__}: {error}") from error
 
     def pin(self, folder: str | os.PathLike[str]) -> Path:

@@ -1,13 +1,18 @@
-"""Measures candidates: each runs a few times, the hopeless ones are dropped, the others are timed.
+"""Measures candidates: each runs a few times on the caller's current stream and on arrays that the caller gives.
 
-Everything runs on the caller's current stream and on arrays that the caller gives, which nobody else may be using: the
-output is overwritten. What runs out of memory or is refused by its library is reported with the reason, and the next
-one is tried.
+Nobody else may be using the arrays: the output is overwritten. What runs out of memory or is refused by its library is
+reported with the reason, and the next one is tried.
+
+Note [cpu]: a GPU's times are repeatable, those of a CPU that others use too are not: one sample may be ten times
+another. So on CUDA the hopeless are dropped after a coarse look and the others ranked by the median. On the CPU the
+candidates take turns, so that what disturbs one disturbs all, and the smallest sample, the least disturbed, ranks them.
+There a run may also take seconds, so that the samples of all together have a budget.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flcuda import device as devices
@@ -20,15 +25,25 @@ from flcuda.timing import Timing
 
 HOPELESS = 3.0
 HOPELESS_SLACK_MS = 0.05
-"""A candidate whose best first run takes so many times the fastest one's and this much more is not measured further."""
+"""CUDA: a candidate whose best first run takes so many times the fastest one's and this much more is dropped."""
 
 COARSE_REPEATS = 2
-"""Samples by which that is decided."""
+"""CUDA: samples by which that is decided."""
 
-WARMUP = 2
-REPEATS = 10
-BUDGET_S = {"cuda": 0.5, "cpu": 0.15}
+CUDA_WARMUP = 2
+CUDA_REPEATS = 10
+CUDA_BUDGET_S = 0.5
 """Seconds a candidate for all its samples."""
+
+CPU_BUDGET_S = 0.3
+"""Seconds for the samples of all candidates; each runs once even if that takes longer."""
+
+CPU_REPEATS = 10
+CPU_SLOW_S = 0.2
+"""What takes longer runs once only."""
+
+CPU_LONE_REPEATS = 3
+"""Samples of a candidate that has no rival."""
 
 Operands = tuple[Any, Any, Any]
 T = TypeVar("T")
@@ -41,7 +56,7 @@ class Measurement:
     Attributes:
         candidate: which one.
         runner: what it built, ready for more runs on this thread and device; None when unusable.
-        timing: its times; of a dropped candidate COARSE_REPEATS samples; None when unusable.
+        timing: its times; None when unusable.
         build_ms: host milliseconds of building it and of its first run.
         reason: why it is unusable, else None.
     """
@@ -53,14 +68,7 @@ class Measurement:
     reason: str | None
 
 
-def measure(
-    candidates: Iterable[Candidate],
-    operands: Operands,
-    device: Device,
-    *,
-    repeats: int = REPEATS,
-    budget_s: float | None = None,
-) -> list[Measurement]:
+def measure(candidates: Iterable[Candidate], operands: Operands, device: Device) -> list[Measurement]:
     """Runs and times candidates.
 
     Args:
@@ -68,18 +76,17 @@ def measure(
         operands: the two inputs and the output in the Problem's order and layout, on the device, which is current. The
             output is overwritten, or added to where the Problem accumulates.
         device: where they are.
-        repeats: samples a candidate.
-        budget_s: seconds a candidate for its samples; by default BUDGET_S of the device.
 
     Returns:
-        One measurement a candidate: the fastest first, then the unusable ones in their order.
+        One measurement a candidate: the fastest first, equals in their order; behind them those that were dropped; then
+        the unusable ones in their order.
     """
-    budget = BUDGET_S[device.kind] if budget_s is None else budget_s
-    tried = [_first_runs(candidate, operands, device) for candidate in candidates]
-    coarse = [_coarse_ms(each) for each in tried if each.timing is not None]
-    limit_ms = HOPELESS * min(coarse) + HOPELESS_SLACK_MS if coarse else 0.0
-    measured = [_refined(each, operands, device, limit_ms, repeats, budget) for each in tried]
-    return sorted(measured, key=lambda each: float("inf") if each.timing is None else each.timing.median_ms)
+    tried = [_first_run(candidate, operands, device) for candidate in candidates]
+    usable = [each for each in tried if each.reason is None]
+    ranked = (_ranked_cpu if device.kind == "cpu" else _ranked_cuda)(usable, operands, device)
+    return ranked + [
+        Measurement(each.candidate, None, None, each.build_ms, each.reason) for each in tried if each.reason is not None
+    ]
 
 
 def failure_reason(error: BaseException) -> str:
@@ -117,36 +124,78 @@ def with_memory(call: Callable[[], T], device: Device) -> T:
     return call()
 
 
-def _first_runs(candidate: Candidate, operands: Operands, device: Device) -> Measurement:
-    """Builds a candidate, runs it once to warm up, and times a few runs."""
-    if candidate.reason is not None:
-        return Measurement(candidate, None, None, 0.0, candidate.reason)
-    start = time.perf_counter()
-    try:
-        runner = candidate.build()
-        with_memory(lambda: runner(*operands), device)
-        devices.synchronize(device)
-        build_ms = 1e3 * (time.perf_counter() - start)
-        coarse = timing.measure(lambda: runner(*operands), device, warmup=0, repeats=COARSE_REPEATS)
-    except (FlcudaError, MemoryError) as error:
-        return Measurement(candidate, None, None, 1e3 * (time.perf_counter() - start), failure_reason(error))
-    return Measurement(candidate, runner, coarse, build_ms, None)
+@dataclass(slots=True)
+class _Tried:
+    """A candidate while it is measured; what has failed has a reason."""
+
+    candidate: Candidate
+    reason: str | None
+    runner: Runner | None = None
+    build_ms: float = 0.0
+    first_ms: float = 0.0
+
+    def timed(self, timer: Callable[[Callable[[], None]], T], operands: Operands) -> T | None:
+        """Calls a timer with what runs the candidate, built when it is not; a failure becomes the reason."""
+        try:
+            if self.runner is None:
+                self.runner = self.candidate.build()
+            return timer(functools.partial(self.runner, *operands))
+        except (FlcudaError, MemoryError) as error:
+            self.reason = failure_reason(error)
+            return None
+
+    def measured(self, times: Timing) -> Measurement:
+        """Gives the result of a candidate that works."""
+        return Measurement(self.candidate, self.runner, times, self.build_ms, None)
 
 
-def _coarse_ms(tried: Measurement) -> float:
-    """Gives the best of the first runs: one alone may have been disturbed, or woken the threads of BLAS."""
-    return float("inf") if tried.timing is None else min(tried.build_ms, tried.timing.low_ms)
+def _first_run(candidate: Candidate, operands: Operands, device: Device) -> _Tried:
+    """Builds a candidate and runs it once, with whatever is loaded at the first run."""
+    tried = _Tried(candidate, candidate.reason)
+    if tried.reason is None:
+        start = time.perf_counter()
+        first_ms = tried.timed(lambda run: with_memory(lambda: timing.once(run, device), device), operands)
+        tried.first_ms = 0.0 if first_ms is None else first_ms
+        tried.build_ms = 1e3 * (time.perf_counter() - start)
+    return tried
 
 
-def _refined(
-    tried: Measurement, operands: Operands, device: Device, limit_ms: float, repeats: int, budget_s: float
-) -> Measurement:
-    """Times a candidate that is not hopeless."""
-    runner = tried.runner
-    if runner is None or _coarse_ms(tried) > limit_ms:
-        return tried
-    try:
-        fine = timing.measure(lambda: runner(*operands), device, warmup=WARMUP, repeats=repeats, budget_s=budget_s)
-    except (FlcudaError, MemoryError) as error:
-        return Measurement(tried.candidate, None, None, tried.build_ms, failure_reason(error))
-    return replace(tried, timing=fine)
+def _ranked_cpu(tried: list[_Tried], operands: Operands, device: Device) -> list[Measurement]:
+    """Lets the candidates take turns; ranks by the smallest sample. See Note [cpu]."""
+    samples = [[each.first_ms] for each in tried]
+    spent_ms = sum(each.first_ms for each in tried)
+    for _ in range(1, CPU_REPEATS if len(tried) > 1 else CPU_LONE_REPEATS):
+        for each, times in zip(tried, samples, strict=True):
+            if each.reason is not None or each.first_ms > 1e3 * CPU_SLOW_S or spent_ms > 1e3 * CPU_BUDGET_S:
+                continue
+            took_ms = each.timed(lambda run: timing.once(run, device), operands)
+            if took_ms is not None:
+                times.append(took_ms)
+                spent_ms += took_ms
+    ranked = sorted(
+        (pair for pair in zip(tried, samples, strict=True) if pair[0].reason is None), key=lambda pair: min(pair[1])
+    )
+    return [each.measured(timing.summary(times, times)) for each, times in ranked]
+
+
+def _ranked_cuda(tried: list[_Tried], operands: Operands, device: Device) -> list[Measurement]:
+    """Drops the hopeless after a coarse look; ranks the others by the median. See Note [cpu]."""
+
+    def timed(some: list[_Tried], **how: Any) -> list[tuple[_Tried, Timing]]:
+        found = []
+        for each in some:
+            times = each.timed(lambda run: timing.measure(run, device, **how), operands)
+            if times is not None:
+                found.append((each, times))
+        return found
+
+    coarse = timed(tried, warmup=0, repeats=COARSE_REPEATS)
+    limit_ms = HOPELESS * min((times.low_ms for _, times in coarse), default=0.0) + HOPELESS_SLACK_MS
+    hopeful = [each for each, times in coarse if times.low_ms <= limit_ms]
+    dropped = [(each, times) for each, times in coarse if times.low_ms > limit_ms]
+    fine = timed(hopeful, warmup=CUDA_WARMUP, repeats=CUDA_REPEATS, budget_s=CUDA_BUDGET_S)
+    return [
+        each.measured(times)
+        for group in (fine, dropped)
+        for each, times in sorted(group, key=lambda pair: pair[1].median_ms)
+    ]

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,6 +189,8 @@ class Plan:
         if devices.is_capturing():
             error.add_note("while a CUDA graph is captured no other candidate is tried")
             raise error
+        # the frames of the failed run would keep its copies of operands in memory
+        traceback.clear_frames(error.__traceback__)
         out_of_memory = is_out_of_memory(error)
         if out_of_memory and self._retried(a, b, out):
             return
@@ -205,6 +208,7 @@ class Plan:
                     other.add_note(f"problem: {self.problem}; candidate: {choice.id}")
                     raise
                 error.add_note(f"candidate {choice.id}: {other}")
+                traceback.clear_frames(other.__traceback__)
                 continue
             self.choice = choice
             self._runner = runner

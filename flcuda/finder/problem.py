@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flcuda import device as devices
-from flcuda import rng
-from flcuda.device import contiguous_strides
+from flcuda import kernel_loader, rng
+from flcuda.device import Device, contiguous_strides
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter")
 DTYPES = tuple(devices.DTYPES)
@@ -452,6 +452,9 @@ class ConvolutionProblem:
     ) -> Self:
         """Makes the Problem of given arrays: shapes, strides, dtypes and alignments are read off them.
 
+        Alignments are read off up to 16 bytes, the most that an engine asks for, so that this Problem equals that of
+        `create`.
+
         Args:
             direction: "forward", "backward_data" or "backward_filter".
             x: array (N, C, *spatial) of x or dx; or only its shape, when it is the output and not there yet.
@@ -464,9 +467,6 @@ class ConvolutionProblem:
             accumulate: add to the output.
             math: "fma" or "tensor_op"; by default tensor_op for 16-bit dtypes, else fma.
             layout: of an output that is not there yet; by default that of the inputs.
-
-        Alignments are read off up to 16 bytes, the most that an engine asks for, so that this Problem equals that of
-        `create`.
 
         Raises:
             ValueError: as for the class; an array that `is_broadcast` must be copied first.
@@ -550,7 +550,7 @@ class ConvolutionProblem:
                 - `p1`, `p1x0`, `p0:1` (before:after), `p0:1x2`: padding, 0 when not said;
                 - `s1`, `s2x1`: stride, 1 when not said; `d2`: dilation, 1; `g4`: groups, 1;
                 - `float64`, `float32` (when not said), `tf32`, `float16`, `bfloat16`; `out:float32` when the output
-                differs;
+                  differs;
                 - `fma` or `tensor_op`, when it is not the precision's default;
                 - `nchw` (when not said) or `nhwc`; `xs:`, `ws:`, `ys:` and strides in elements, `ws:576x1x192x64`,
                   where an operand is laid out otherwise;
@@ -665,7 +665,7 @@ class ConvolutionProblem:
         """Makes operands for a call of a Plan: `plan(**problem.random_arrays())`.
 
         Args:
-            seed: of the numbers, which are the same on both devices.
+            seed: of the numbers, which are the same on both devices but for the last bits.
             device: where the arrays live: a Device, "cuda", "cpu" or None for a GPU if there is one.
 
         Returns:
@@ -683,7 +683,7 @@ class ConvolutionProblem:
                     bits = _bits(array)
                     array.view(bits)[...] = np.array(math.nan, array.dtype).view(bits)[()]
                 else:
-                    _fill_normal(array, seed, position * _RANDOM_SPACING, target.xp)
+                    _fill_normal(array, seed, position * _RANDOM_SPACING, target)
                 arrays["out" if name == out else name] = array
         return arrays
 
@@ -711,11 +711,33 @@ def _bits(array: Any) -> np.dtype[Any]:
     return np.dtype(f"u{array.itemsize}")
 
 
-def _fill_normal(array: Any, seed: int, offset: int, xp: Any) -> None:
+@functools.lru_cache(maxsize=3)
+def _normal(seed: int, offset: int, count: int) -> Any:
+    """Gives `rng.normal`, read-only; it takes some 50 ms, and a search of many Problems asks for the same each time."""
+    numbers = rng.normal(seed, offset, count)
+    numbers.flags.writeable = False
+    return numbers
+
+
+def _fill_normal(array: Any, seed: int, offset: int, device: Device) -> None:
     """Writes the seed's standard normal numbers from an offset into an array of any strides."""
-    numbers = rng.normal(seed, offset, min(array.size, _RANDOM_PERIOD)).astype(array.dtype)
+    count = min(array.size, _RANDOM_PERIOD)
+    if device.kind == "cuda":
+        numbers = device.xp.empty(count, array.dtype)
+        kernel_loader.launch(
+            "random",
+            f"normal_fill_{kernel_loader.SUFFIXES[array.dtype]}",
+            -(-count // 4) + 1,
+            numbers,
+            np.uint64(seed),
+            np.uint64(offset),
+            np.uint32(rng.VALUES_STREAM),
+            np.int64(count),
+        )
+    else:
+        numbers = _normal(seed, offset, count).astype(array.dtype)
     bits = _bits(array)
-    array.view(bits)[...] = xp.resize(xp.asarray(numbers.view(bits)), array.size).reshape(array.shape)
+    array.view(bits)[...] = device.xp.resize(numbers.view(bits), array.size).reshape(array.shape)
 
 
 def _check_direction(direction: str) -> None:

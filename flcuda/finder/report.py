@@ -151,7 +151,7 @@ class FindReport:
         console.print(Text(str(self.key.problem)))
         console.print(Text(f"{self.device.kind}: {model.get('name', 'unknown')}, {self.key.library_version}"))
         if self.device.kind == "cpu":
-            console.print(Text("measured on the CPU: these times say nothing about a GPU"))
+            console.print(Text("measured on the CPU (ranked by the smallest sample): says nothing about a GPU"))
         usable = self.usable
         if usable:
             console.print(self._table(usable))

@@ -1,6 +1,12 @@
-"""The two questions: which candidate is best (`find`), and a live solution, found if it must be (`plan`)."""
+"""The two questions: which candidate is best (`find`), and a live solution, found if it must be (`plan`).
 
+A search may take a while, and `plan` has nobody to show it to: the logger "flcuda.finder" says at level INFO when one
+begins and what it found.
+"""
+
+import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +25,8 @@ from flcuda.finder.sources import Source, source_named, sources_for
 from flcuda.finder.store import ChoiceStore, default_store
 
 Progress = Callable[[int, int], None]
+
+_log = logging.getLogger("flcuda.finder")
 
 # one search at a time: two that measure at once would time each other; re-entrant, since a source may itself ask for a
 # plan
@@ -46,7 +54,8 @@ def find(
         progress: called with the number of candidates tried so far and their number.
 
     Returns:
-        The report; its first row is the best.
+        The report; its first row is the best: the one of the least median, or on the CPU, where samples are disturbed,
+        of the smallest sample.
 
     Raises:
         CudnnNotSupportedError: on CUDA, no candidate can be used; the text gives each one's reason.
@@ -68,6 +77,9 @@ def find(
 
 def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: str | Device | None = None) -> Plan:
     """Makes a live solution on this thread: of the stored choice, from memory or the folder, else of a new search.
+
+    Where memory does not suffice to search, the first candidate that runs is used, with a warning, and nothing is
+    stored.
 
     Args:
         problem: what is to be computed.
@@ -102,7 +114,15 @@ def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: s
                 return found
             if policy.mode == "heuristic":
                 return _first_that_builds(key, place, asked, store)
-            report = _search(key, place, asked, None)
+            try:
+                report = _search(key, place, asked, None)
+            except MemoryError as error:
+                warnings.warn(
+                    f"memory does not suffice to search for {problem} ({error}); the first candidate that runs is used",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return _first_that_builds(_heuristic(key), place, asked, store)
             store.put(report.best)
         best, *others = report.usable
         if best.runner is None:
@@ -175,7 +195,13 @@ def _restored(
     if pinned:
         return Plan(choice, device, runner)
     others = _unmeasured(key, device, asked, {choice.identity})
-    return Plan(choice, device, runner, others=others, ran=_keeper(store, key))
+    # under the choice's own key: in the mode "heuristic" it may be that of a measured one
+    return Plan(choice, device, runner, others=others, ran=_keeper(store, choice.key))
+
+
+def _heuristic(key: Key) -> Key:
+    """Returns the key by which the sources are asked without measuring."""
+    return replace(key, policy=replace(key.policy, mode="heuristic"))
 
 
 def _keeper(store: ChoiceStore, key: Key) -> Callable[[Choice], None]:
@@ -196,8 +222,7 @@ def _unmeasured(
     """Returns an iterator, made when needed, over the candidates in their sources' order, without those tried."""
 
     def others() -> Iterator[Solution]:
-        quick = replace(key, policy=replace(key.policy, mode="heuristic"))
-        for candidate in _candidates(quick, device, asked):
+        for candidate in _candidates(_heuristic(key), device, asked):
             if candidate.reason is None and candidate.identity not in tried:
                 yield Choice.of(key, candidate), candidate
 
@@ -235,10 +260,11 @@ def _candidates(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Can
         limit = devices.workspace_limit(device)
     found = []
     for source in asked:
+        offered: list[Candidate] = []
         try:
-            offered = list(source.candidates(key.problem, key.policy, device))
+            offered.extend(source.candidates(key.problem, key.policy, device))
         except CudnnNotSupportedError as error:
-            offered = [_refused(source, key.problem, error)]
+            offered.append(_refused(source, key.problem, error))
         for candidate in offered:
             reason = candidate.reason
             if reason is None and key.policy.deterministic and not candidate.deterministic:
@@ -250,7 +276,9 @@ def _candidates(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Can
 
 
 def _refused(source: Source, problem: ConvolutionProblem, error: CudnnNotSupportedError) -> Candidate:
-    """Makes the row of a source that has nothing to offer."""
+    """Makes the row of a source that has nothing, or nothing more, to offer."""
+    # the row lives as long as the report: without what the source had allocated when it refused
+    error = error.with_traceback(None)
 
     def build() -> object:
         raise error
@@ -279,13 +307,18 @@ def _search(key: Key, device: Device, asked: tuple[Source, ...], progress: Progr
     """Makes the report for a key, or raises when nothing is usable."""
     if devices.is_capturing():
         raise FlcudaError(f"nothing can be searched for {key.problem} while a CUDA graph is captured")
-    if key.policy.mode == "heuristic":
-        rows = _unmeasured_rows(key, device, asked)
-    else:
+    measured = key.policy.mode != "heuristic"
+    start = time.perf_counter()
+    if measured:
+        _log.info("searching for %s on %s", key.problem, device)
         rows = _measured_rows(key, device, asked, progress)
+    else:
+        rows = _unmeasured_rows(key, device, asked)
     report = FindReport(key, device, rows)
     if not report.usable:
         raise _nothing_usable(key, device, report.reasons)
+    if measured:
+        _log.info("found %s for %s in %.2f s", report.best.id, key.problem, time.perf_counter() - start)
     return report
 
 
@@ -313,16 +346,8 @@ def _measured_rows(key: Key, device: Device, asked: tuple[Source, ...], progress
         )
         for each in measured
     ]
-    rows.sort(key=_rank)
     _warn_of_workspace(key, rows)
     return rows
-
-
-def _rank(row: Row) -> tuple[bool, float, str]:
-    """Orders rows: the usable by time, then the others; equal times by label, so that the order is reproducible."""
-    if row.reason is not None or row.timing is None:
-        return (True, 0.0, "")
-    return (False, row.timing.median_ms, row.label)
 
 
 def _announced(candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Candidate]:

@@ -101,6 +101,10 @@ class Convolution:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again when unpickled: another process hashes the same values otherwise.
+        return _shared, (self.padding, self.stride, self.dilation, self.groups, self.math)
+
     def output_shape(self, x_shape: Sequence[int], w_shape: Sequence[int]) -> tuple[int, ...]:
         """Gives the shape of y.
 
@@ -220,8 +224,15 @@ class Convolution:
         """Checks and plans a call that this thread does not remember, runs it and remembers it."""
         direction, _, out_shape, accumulate, layout, *_ = key
         names = _NAMES[direction]
-        first, second = (devices.asarray(a, name) for a, name in zip((first, second), names, strict=False))
-        out = None if out is None else devices.asarray(out, "out")
+        ours = [
+            a if a is None else devices.asarray(a, name)
+            for a, name in zip((first, second, out), (*names[:2], "out"), strict=True)
+        ]
+        if any(a is not given for a, given in zip(ours, (first, second, out), strict=True)):
+            # Arrays of another library are remembered as ours.
+            first, second, our_out = ours
+            result = self._run(direction, first, second, out_shape, our_out, accumulate, layout)
+            return result if out is None else out
         device = devices.require_same_device(**{names[0]: first, names[1]: second, "out": out})
         if accumulate and out is None:
             raise ValueError("accumulate: there is no out to add to")
@@ -255,7 +266,7 @@ class Convolution:
                 device.xp,
             )
             result = call.run(first, second, out)
-        # Remembered once it has run, and under the arrays as they came in (without DLPack).
+        # Remembered once it has run.
         calls = _remembered.calls
         if len(calls) >= REMEMBERED:
             del calls[next(iter(calls))]
@@ -334,7 +345,7 @@ def _raw(a: Array) -> tuple[Any, ...]:
     if devices.is_cuda(a):
         data = a.data
         return (a.shape, a.strides, a.dtype, data.device_id, data.ptr & 15)
-    # Not an array of ours: a key that is never remembered under, because each object is equal to itself only.
+    # Not an array of ours: a key that finds nothing, because each object is equal to itself only.
     return (object(),)
 
 

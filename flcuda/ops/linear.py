@@ -151,11 +151,9 @@ def _image(a: Array) -> Array:
 def _product(a: Array, b: Array, out: Array | None, accumulate: bool) -> Array:
     """Computes a @ b on the CPU, 16-bit operands in float32 with one rounding at the end."""
     compute = a.dtype if a.dtype.itemsize > 2 else np.dtype(np.float32)
-    if out is None and compute == a.dtype:
-        return np.matmul(a, b)
-    product = np.matmul(a.astype(compute, copy=False), b.astype(compute, copy=False))
     with np.errstate(over="ignore", invalid="ignore"):
+        product = np.matmul(a.astype(compute, copy=False), b.astype(compute, copy=False))
         if out is None:
-            return product.astype(a.dtype)
-        out[...] = out.astype(compute) + product if accumulate else product
+            return product.astype(a.dtype, copy=False)
+        out[...] = out.astype(compute, copy=False) + product if accumulate else product
     return out

@@ -68,6 +68,8 @@ class TestJson:
             (("choice", "parameters"), {"chunk_mib": [4]}),
             (("choice", "parameters"), [4]),
             (("choice", "median_ms"), "fast"),
+            pytest.param(("choice", "median_ms"), 10**400, id="a number too large for a float"),
+            (("key", "device_model"), {"name": []}),
             (("recorded",), None),
         ],
     )

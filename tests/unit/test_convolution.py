@@ -1,5 +1,9 @@
 """The convolution op on the CPU: results, layouts, outputs, bad input, and what a thread remembers."""
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
 
 import ml_dtypes
@@ -255,6 +259,20 @@ def test_equal_geometries_are_one_object():
     assert hash(Convolution(((0,), (0,)), (1,), (1,))) == hash(convolution(ndim=1))
 
 
+def test_unpickled_in_another_process_it_equals_and_hashes_as_one_made_there():
+    geometry = convolution(stride=2, math="fma")
+    assert pickle.loads(pickle.dumps(geometry)) is geometry
+    assert copy.deepcopy(geometry) is geometry
+    code = """
+import pickle, sys
+from flcuda.ops.convolution import convolution
+sent, made = pickle.loads(sys.stdin.buffer.read()), convolution(stride=2, math="fma")
+assert sent == made and hash(sent) == hash(made), (sent, made)
+"""
+    # Strings hash differently in each process.
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(geometry), check=True, timeout=120)
+
+
 def counted_plans(monkeypatch):
     problems = []
     plan = op.finder.plan
@@ -324,7 +342,7 @@ def test_what_is_remembered_is_bounded(rng, monkeypatch):
     assert len(op._remembered.calls) == 3
 
 
-def test_arrays_of_other_libraries_come_in_through_dlpack(rng):
+def test_arrays_of_other_libraries_come_in_through_dlpack(rng, monkeypatch):
     class Foreign:
         def __init__(self, a):
             self.a = a
@@ -335,5 +353,17 @@ def test_arrays_of_other_libraries_come_in_through_dlpack(rng):
         def __dlpack_device__(self):
             return self.a.__dlpack_device__()
 
+    problems = counted_plans(monkeypatch)
     x, w = random(rng, (2, 3, 5, 5)), random(rng, (4, 3, 3, 3))
-    close(convolution().forward(Foreign(x), Foreign(w)), expected("forward", convolution(), x, w))
+    wanted = expected("forward", convolution(), x, w)
+    out = np.empty(wanted.shape)
+    for _ in range(3):
+        close(convolution().forward(Foreign(x), Foreign(w)), wanted)
+        foreign_out = Foreign(out)
+        out[...] = 0
+        assert convolution().forward(x, Foreign(w), out=foreign_out) is foreign_out
+        close(out, wanted)
+    close(convolution().forward(x, w), wanted)
+    # Planned and remembered once, as arrays of ours: with and without out.
+    assert len(problems) == 2
+    assert len(op._remembered.calls) == 2

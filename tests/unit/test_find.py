@@ -1,7 +1,10 @@
 """Finding, planning, falling to the next candidate: with fake sources, and with the reference source on the CPU."""
 
+import subprocess
+import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -86,6 +89,36 @@ class TestFind:
         source.candidates = refuse
         with pytest.raises(ValueError, match=r"fake:all: .*not for this shape"):
             find(PROBLEM)
+
+    def test_what_a_source_yields_before_it_refuses_counts(self, monkeypatch):
+        source = only(monkeypatch)
+
+        class Scratch:
+            pass
+
+        alive = weakref.WeakSet()
+
+        def one_then_no_more(problem, policy, device):
+            yield Fake("good", 3.0).candidate("fake")
+            scratch = Scratch()
+            alive.add(scratch)
+            raise CudnnNotSupportedError("cudnnConvolutionForward", 3000, "not for this shape")
+
+        source.candidates = one_then_no_more
+        report = find(PROBLEM)
+        assert report.best.algo == "good"
+        assert "not for this shape" in report["fake:all"].reason
+        # and the report does not keep what the source had allocated
+        assert not alive
+
+    def test_a_search_is_announced(self, monkeypatch, caplog):
+        only(monkeypatch, Fake("a"))
+        caplog.set_level("INFO", logger="flcuda.finder")
+        plan(PROBLEM, device="cpu")
+        plan(PROBLEM, device="cpu")
+        begin, end = [record.getMessage() for record in caplog.records]
+        assert begin == f"searching for {PROBLEM} on cpu"
+        assert end.startswith(f"found fake:a for {PROBLEM} in ")
 
     def test_a_mistake_of_a_source_is_not_hidden(self, monkeypatch):
         only(monkeypatch, Fake("broken", run_errors=lambda call: ZeroDivisionError("oops")))
@@ -302,6 +335,49 @@ class TestPlan:
             run(made)
         assert "captured" in "".join(caught.value.__notes__)
 
+    def test_without_memory_to_search_the_first_that_runs_is_used(self, monkeypatch):
+        """A search needs operands of its own; training that fits without them goes on."""
+        fakes = [Fake("known", reason="no"), Fake("first", 1.0, delay=50), Fake("second", 2.0)]
+        source = only(monkeypatch, *fakes)
+
+        def no_memory(self, seed=0, device=None):
+            raise MemoryError("2 GB wanted")
+
+        operands = arrays()
+        with monkeypatch.context() as full:
+            full.setattr(ConvolutionProblem, "random_arrays", no_memory)
+            with pytest.warns(UserWarning, match=r"memory does not suffice to search.*2 GB wanted"):
+                made = plan(PROBLEM)
+        assert np.unique(made(**operands)) == 1.0
+        assert [asked.mode for asked in source.asked] == ["find", "heuristic"]
+        assert list(default_store().folder.glob("*")) == []
+        # not the answer for the mode "find": it is searched for when there is memory
+        assert run(plan(PROBLEM)) == 2.0
+
+    def test_a_second_process_and_another_batch_search_only_what_they_must(self, tmp_path):
+        code = """
+import logging, sys
+from flcuda.finder import plan
+from flcuda.finder.problem import ConvolutionProblem
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+for batch in sys.argv[1:]:
+    for direction in ("forward", "backward_data", "backward_filter"):
+        plan(ConvolutionProblem.parse(f"{direction} n{batch} c2 6x6 k3 3x3"), device="cpu")
+"""
+
+        def searched(*batches):
+            command = [sys.executable, "-c", code, *batches]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            assert done.stderr == ""
+            return [line.split()[2:4] for line in done.stdout.splitlines() if line.startswith("searching")]
+
+        def all_of(batch):
+            return [[direction, batch] for direction in ("forward", "backward_data", "backward_filter")]
+
+        assert searched("4", "4") == all_of("n4")
+        assert searched("4", "5", "4") == all_of("n5")
+        assert searched("5", "4") == []
+
     def test_threads_search_once(self, monkeypatch):
         source = only(monkeypatch, Fake("a", 1.0, delay=10))
         barrier = threading.Barrier(6)
@@ -352,12 +428,45 @@ class TestFalling:
         default_store().clear_memory()
         assert run(plan(PROBLEM)) == 1.0
 
+    def test_what_a_failed_run_allocated_is_free_for_the_next(self, monkeypatch):
+        """The traceback of the first error must not keep its copies of operands while others are tried."""
+        _, made = self.failing(monkeypatch, None)
+        copies = weakref.WeakSet()
+
+        class Copy:
+            pass
+
+        def fails(a, b, out):
+            copy = Copy()
+            copies.add(copy)
+            raise MemoryError("full")
+
+        def looks(call):
+            assert not copies
+
+        made._runner = type("Hungry", (), {"workspace": 100, "__call__": staticmethod(fails)})()
+        least = sources._registered["fake"].fakes[2]
+        least.run_errors = looks
+        with pytest.warns(UserWarning, match="fake:less is used instead"):
+            assert run(made) == 3.0
+
     def test_a_restored_plan_falls_too(self, monkeypatch):
         best, _ = self.failing(monkeypatch, REFUSED)
         made = plan(PROBLEM)
         best.run_errors = lambda call: REFUSED
         with pytest.warns(UserWarning, match="fake:same is used instead"):
             assert run(made) == 2.0
+
+    def test_a_measured_choice_that_fails_is_remembered_in_the_mode_heuristic_too(self, monkeypatch):
+        best, _ = self.failing(monkeypatch, REFUSED)
+        best.run_errors = lambda call: REFUSED
+        quick = Policy(mode="heuristic")
+        with pytest.warns(UserWarning, match="fake:same is used instead"):
+            assert run(plan(PROBLEM, policy=quick)) == 2.0
+        calls = best.calls
+        assert run(plan(PROBLEM, policy=quick)) == 2.0
+        assert run(plan(PROBLEM)) == 2.0
+        assert best.calls == calls
 
     def test_nothing_left(self, monkeypatch):
         source = only(monkeypatch, Fake("a", 1.0), Fake("b", 2.0, delay=30))

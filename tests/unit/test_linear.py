@@ -79,3 +79,16 @@ def test_an_empty_batch(rng):
 def test_bad_input_names_the_argument(call, error, match, rng):
     with pytest.raises(error, match=match):
         call(rng.standard_normal((4, 6)), rng.standard_normal((3, 6)), rng.standard_normal((4, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda d: d.__name__)
+def test_overflow_is_infinite_without_a_warning(dtype):
+    """A loss scale that is too large overflows on purpose; the gradient check sees it."""
+    large = np.full((2, 2), np.finfo(dtype).max)
+    out = np.zeros((2, 2), dtype)
+    for result in (
+        linear_forward(large, large),
+        linear_backward_data(large, large, out=out),
+        linear_backward_weight(large, large, out=out, accumulate=True),
+    ):
+        assert np.isinf(result).all()

@@ -78,8 +78,8 @@ class TestTable:
         assert line.split() == ["2", "legacy", "WINOGRAD_NONFUSED", "fma", "12.50", "-", "0.0", "no"]
 
     def test_the_cpu_says_so(self):
-        assert "say nothing about a GPU" in str(report())
-        assert "say nothing about a GPU" not in str(report(device=Device("cuda", 0)))
+        assert "says nothing about a GPU" in str(report())
+        assert "says nothing about a GPU" not in str(report(device=Device("cuda", 0)))
 
     def test_nothing_usable(self):
         empty = FindReport(key(), CPU, report().rows[3:])

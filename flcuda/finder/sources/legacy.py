@@ -18,10 +18,11 @@ loses more digits than TF32 does: on an H200 with cuDNN 9.19 its largest error w
 standard deviation was about 20 (16 and 32 channels, normal data). It is never offered.
 """
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -520,15 +521,23 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
     returned = ctypes.c_int()
     try:
         made = descriptors(call, _math_asked(call.problem))
+        sizes = _workspaces(row, made)
         if measure:
-            _find(row, call, made, entries, returned, limit)
+            largest = max((size for size in sizes.values() if size <= limit), default=0)
+            _find(row, call, made, entries, returned, largest)
         else:
             _get(row, made, entries, returned)
     except CudnnError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         return [_refused(call, "all", str(error))]
     candidates: dict[object, Candidate] = {}
     for entry in entries[: returned.value]:
         candidate = _candidate(row, call, entry, measure)
+        size = sizes.get(int(entry.algo), 0)
+        if candidate is not None and entry.status != 0 and size > limit:
+            # Find's scratch was too small for it, which Find reports as a failure.
+            candidate = replace(candidate, reason=f"workspace of {size} bytes is above the limit of {limit}")
         if candidate is not None:
             candidates.setdefault(candidate.identity, candidate)
     if not candidates:
@@ -622,8 +631,8 @@ def _get(row: _Direction, made: _Descriptors, entries: Any, returned: Any) -> No
     getattr(cudnn, row.get)(handle(), *made.all, len(entries), ctypes.byref(returned), entries)
 
 
-def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returned: Any, limit: int) -> None:
-    """Lets cuDNN measure on scratch arrays; the caller's are never written."""
+def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returned: Any, workspace: int) -> None:
+    """Lets cuDNN measure on scratch arrays, with so many bytes of workspace; the caller's are never written."""
     from flcuda.cudnn.resources import handle
 
     first, second, out = call.operands
@@ -631,7 +640,7 @@ def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returne
     result = devices.cupy().empty(out.extent, _BITS[devices.DTYPES[out.dtype].itemsize])
     if row.swapped:
         a, b = b, a
-    scratch = _scratch(_largest_workspace(row, made, limit))
+    scratch = _scratch(workspace)
     getattr(cudnn, row.find)(
         handle(),
         made.first,
@@ -649,21 +658,17 @@ def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returne
     )
 
 
-def _largest_workspace(row: _Direction, made: _Descriptors, limit: int) -> int:
-    """Gives the largest workspace within the limit that an algorithm asks for."""
+def _workspaces(row: _Direction, made: _Descriptors) -> dict[int, int]:
+    """Gives the bytes of scratch memory that each algorithm asks for; one that is not for this problem is missing."""
     from flcuda.cudnn.resources import handle
 
-    largest = 0
+    sizes = {}
     size = ctypes.c_size_t()
     for algo in range(int(getattr(cudnn, row.count))):
-        try:
+        with contextlib.suppress(CudnnNotSupportedError):
             getattr(cudnn, row.workspace)(handle(), *made.all, algo, ctypes.byref(size))
-        except CudnnError:
-            # This algorithm is not for this problem; Find says so itself.
-            continue
-        if size.value <= limit:
-            largest = max(largest, size.value)
-    return largest
+            sizes[algo] = size.value
+    return sizes
 
 
 def _scratch(size: int) -> Any:

@@ -2,7 +2,7 @@
 
 All three directions work on channels-last views, (N, *spatial, C), because there a kernel row is one run of memory: the
 columns of an image are then copied by long runs, and one matrix product with BLAS does the rest. Images are taken a
-chunk at a time, so that the columns stay in cache; the chunk is a parameter that the finder chooses by measuring.
+chunk at a time, so that the columns stay in cache.
 
 float16 and bfloat16 are computed in float32 and rounded once, when the result is written (after the addition, when
 accumulating). math "tensor_op" has no meaning on the CPU: float32 is computed in float32.
@@ -23,15 +23,14 @@ from flcuda.finder.problem import ConvolutionProblem
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MIB = 1 << 20
-CHUNKS = (1, 8)
-"""How many MiB of columns are built at a time; the first also fits the second-level cache of one core."""
+CHUNK = 4 << 20
+"""Bytes of columns that are built at a time. From 1 to 8 MiB an idle machine is equally fast; on a busy one fewer and
+larger products wait less often for BLAS's threads."""
 
-# Rough speeds of two cores, operations a second. They only decide whether an FFT is worth one trial run.
+# Rough speeds, operations and bytes a second. They only decide whether an FFT is worth a trial.
 _BLAS_SPEED = 100e9
-_FFT_SPEED = 3e9
-_HOPELESS = 4.0
-_NEGLIGIBLE_SECONDS = 2e-3
+_FFT_SPEED = 2e9
+_COPY_SPEED = 4e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,14 +524,11 @@ class ReferenceSource:
             device: the CPU.
 
         Yields:
-            "im2col" and, for backward data, "col2im" with each chunk of CHUNKS MiB, then "fft". An FFT whose operation
-            count says that it is several times slower carries that as the reason why it is not tried.
+            "im2col", or for a strided backward data "col2im"; both where neither is sure to be faster. Then "fft", with
+            the reason why it is not tried unless a large kernel makes it likely to be faster.
         """
-        for algo in _column_algos(problem):
-            for chunk in CHUNKS:
-                yield self._columns_candidate(problem, algo, chunk)
-                if chunk * MIB >= _all_columns(problem):
-                    break
+        for algo in _likely_algos(problem):
+            yield self._columns_candidate(problem, algo)
         yield self._fft_candidate(problem)
 
     def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
@@ -549,33 +545,28 @@ class ReferenceSource:
         Raises:
             ValueError: this source has no such algo for the Problem.
         """
-        parameters = dict(choice.parameters)
         if choice.algo == "fft":
             return self._fft_candidate(problem, may_refuse=False)
-        chunk = parameters.get("chunk_mib")
-        if choice.algo not in _column_algos(problem) or not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"choice: reference has no {choice.algo} with parameters {parameters} for {problem}")
-        return self._columns_candidate(problem, choice.algo, chunk)
+        if choice.algo not in _possible_algos(problem) or choice.parameters:
+            raise ValueError(f"choice: reference has no {choice.algo} {dict(choice.parameters)} for {problem}")
+        return self._columns_candidate(problem, choice.algo)
 
-    def _columns_candidate(self, problem: ConvolutionProblem, algo: str, chunk: int) -> Candidate:
-        runner = Columns(problem, algo, chunk * MIB)
-        return self._candidate(problem, algo, runner, (("chunk_mib", chunk),), None)
+    def _columns_candidate(self, problem: ConvolutionProblem, algo: str) -> Candidate:
+        return self._candidate(problem, algo, Columns(problem, algo, CHUNK), None)
 
     def _fft_candidate(self, problem: ConvolutionProblem, *, may_refuse: bool = True) -> Candidate:
         runner = Fft(problem)
-        seconds = runner.estimated_seconds()
-        usual = problem.flops / _BLAS_SPEED
+        ratio = runner.estimated_seconds() / _columns_seconds(problem)
         reason = None
-        if may_refuse and seconds > _HOPELESS * usual + _NEGLIGIBLE_SECONDS:
-            reason = f"not tried: by its operation count {seconds / usual:.0f} times slower than im2col"
-        return self._candidate(problem, "fft", runner, (), reason)
+        if may_refuse and ratio > 1:
+            reason = f"not tried: estimated to be {ratio:.1f} times slower than {_likely_algos(problem)[0]}"
+        return self._candidate(problem, "fft", runner, reason)
 
     def _candidate(
         self,
         problem: ConvolutionProblem,
         algo: str,
         runner: Columns | Fft,
-        parameters: tuple[tuple[str, int | str], ...],
         reason: str | None,
     ) -> Candidate:
         return Candidate(
@@ -584,21 +575,26 @@ class ReferenceSource:
             math=problem.math,
             workspace=runner.workspace,
             deterministic=True,
-            parameters=parameters,
             reason=reason,
             build=lambda: runner,
         )
 
 
-def _column_algos(problem: ConvolutionProblem) -> tuple[str, ...]:
+def _possible_algos(problem: ConvolutionProblem) -> tuple[str, ...]:
     if problem.direction != "backward_data":
         return ("im2col",)
     return ("im2col", "col2im") if set(problem.stride) == {1} else ("col2im",)
 
 
-def _all_columns(problem: ConvolutionProblem) -> int:
-    """Gives the bytes of all columns of a Problem's group: a larger chunk would change nothing."""
-    size = problem.x_shape if problem.direction == "backward_data" else problem.y_shape
-    channels = max(problem.w_shape[:2]) if problem.direction == "backward_data" else problem.w_shape[1]
-    columns = size[0] * math.prod(size[2:]) * math.prod(problem.w_shape[2:]) * channels
-    return columns * np.dtype(problem.compute).itemsize
+def _likely_algos(problem: ConvolutionProblem) -> tuple[str, ...]:
+    """Gives the algos worth measuring: col2im beside im2col only where it builds the smaller columns."""
+    possible = _possible_algos(problem)
+    k, c = problem.w_shape[0] // problem.groups, problem.w_shape[1]
+    return possible[:1] if c >= k else possible
+
+
+def _columns_seconds(problem: ConvolutionProblem) -> float:
+    """Estimates the time of im2col or col2im: the products, and writing the columns."""
+    y = problem.y_shape
+    columns = y[0] * math.prod(y[2:]) * problem.groups * math.prod(problem.w_shape[1:])
+    return problem.flops / _BLAS_SPEED + columns * np.dtype(problem.compute).itemsize / _COPY_SPEED
