@@ -126,8 +126,8 @@ def asarray(a: object, name: str = "array") -> Array:
         return a
     if not hasattr(a, "__dlpack__") or not hasattr(a, "__dlpack_device__"):
         raise TypeError(f"{name}: expected a NumPy or CuPy array or one with __dlpack__, got {type(a).__name__}")
-    kind, _ = a.__dlpack_device__()
     try:
+        kind, _ = a.__dlpack_device__()
         if kind in DLPACK_CUDA:
             return _import_cuda(a)
         if kind in DLPACK_CPU:
@@ -337,9 +337,9 @@ def is_capturing() -> bool:
         True while the current stream captures, or while it is the legacy default stream and another one captures;
         False when CuPy has not been imported.
     """
-    module = sys.modules.get("cupy")
-    if module is None:
+    if sys.modules.get("cupy") is None:
         return False
+    module = cupy()  # waits for a thread that is still importing it
     runtime = module.cuda.runtime
     try:
         return bool(module.cuda.get_current_stream().is_capturing())
@@ -451,8 +451,8 @@ def driver() -> dict[str, str | int]:
         module loaded "nvidia_driver". What cannot be had is left out.
     """
     versions: dict[str, str | int] = {"numpy": np.__version__}
-    module = sys.modules.get("cupy")
-    if module is not None:
+    if sys.modules.get("cupy") is not None:
+        module = cupy()  # waits for a thread that is still importing it
         runtime = module.cuda.runtime
         versions["cupy"] = module.__version__
         versions["cuda_runtime"] = int(runtime.runtimeGetVersion())

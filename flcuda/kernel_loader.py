@@ -13,13 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from flcuda.device import cupy
+from flcuda.device import DTYPES, cupy
 from flcuda.errors import KernelCompileError, LibraryNotFoundError
 
 Array = Any
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 """The compute capabilities, times ten, for which every kernel must compile."""
+
+SUFFIXES: dict[np.dtype[Any], str] = {
+    DTYPES["float32"]: "f32",
+    DTYPES["float64"]: "f64",
+    DTYPES["float16"]: "f16",
+    DTYPES["bfloat16"]: "bf16",
+}
+"""How the instances of a kernel for the four dtypes are named."""
 
 BLOCK = 256
 # Blocks of a grid-stride launch: enough to fill any device of today, few enough to start at once.
@@ -209,15 +217,14 @@ def launch(name: str, function: str, count: int, *arguments: Array | np.generic 
         count: items; threads beyond a limit take several each.
         *arguments: CuPy arrays (None is a null pointer) and NumPy scalars of the kernel's own types.
     """
-    if count > 0:
-        grid = min(-(-count // BLOCK), _MAX_GRID)
-        launch_blocks(name, function, (grid, 1), (BLOCK, 1), *arguments)
+    grid = min(-(-count // BLOCK), _MAX_GRID)
+    launch_blocks(name, function, (grid, 1), (BLOCK, 1), *arguments)
 
 
 def launch_blocks(
     name: str, function: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Array | np.generic | None
 ) -> None:
-    """Launches a kernel whose launch shape has a meaning, on CuPy's current stream.
+    """Launches a kernel whose launch shape has a meaning, on CuPy's current stream; nothing for no blocks.
 
     Args:
         name: the kernel file.
@@ -228,6 +235,8 @@ def launch_blocks(
             would be passed as CuPy's idea of a type.
     """
     assert not any(isinstance(a, int | float) and not isinstance(a, np.generic) for a in arguments), arguments
+    if 0 in grid:
+        return
     key = (name, function, cupy().cuda.runtime.getDevice())
     kernel = _functions.get(key)
     if kernel is None:

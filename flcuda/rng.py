@@ -8,6 +8,7 @@ The CUDA twin is in `kernels/common.cuh`.
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
+import operator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -79,7 +80,7 @@ def words(seed: int, offset: int, n: int, stream: int = VALUES_STREAM) -> NDArra
     Raises:
         ValueError: `seed`, `offset`, `n` or `stream` is out of range.
     """
-    _check_seed(seed)
+    seed, offset, n = _checked_seed(seed), operator.index(offset), operator.index(n)
     if not 0 <= stream <= _MASK:
         raise ValueError(f"stream must be from 0 to 2^32 - 1, got {stream}")
     if n < 0:
@@ -131,6 +132,9 @@ def normal(seed: int, offset: int, n: int) -> NDArray[np.float32]:
 
     Source: Box and Muller 1958.
     """
+    offset, n = operator.index(offset), operator.index(n)
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
     start = offset - offset % 2
     stop = offset + n + (offset + n) % 2
     pairs = words(seed, start, stop - start).reshape(-1, 2)
@@ -181,8 +185,7 @@ class State:
         Raises:
             ValueError: `seed` is out of range.
         """
-        _check_seed(seed)
-        self.seed = seed
+        self.seed = _checked_seed(seed)
         self.counter: Any
         if device is None:
             self.counter = np.zeros(1, np.uint64)
@@ -196,6 +199,9 @@ def _unit(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 1 << 64:
+def _checked_seed(seed: int) -> int:
+    """A Python int: NumPy's would overflow in the rounds."""
+    number = operator.index(seed)
+    if not 0 <= number < 1 << 64:
         raise ValueError(f"seed must be from 0 to 2^64 - 1, got {seed}")
+    return number

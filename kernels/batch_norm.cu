@@ -12,8 +12,7 @@ struct LoadElement {
 };
 
 // num_batches, when not null, rises by one here, before the second stage reads it.
-template <class T>
-__device__ void count_batch(int64* num_batches) {
+__device__ inline void count_batch(int64* num_batches) {
   if (num_batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) num_batches[0] += 1;
 }
 
@@ -94,12 +93,12 @@ __device__ void backward(T* dx, const T* dy, const T* x, const Accumulator<T>* w
 #define INSTANCES(name, T)                                                                                             \
   extern "C" __global__ void batch_norm_statistics_nchw_##name(Moments<Accumulator<T>>* partial, int64* num_batches,   \
                                                                const T* x, int64 outer, int64 channels, int64 inner) { \
-    count_batch<T>(num_batches);                                                                                       \
+    count_batch(num_batches);                                                                                          \
     reduce_rows(partial, LoadElement<T>{x}, outer, channels, inner);                                                   \
   }                                                                                                                    \
   extern "C" __global__ void batch_norm_statistics_nhwc_##name(Moments<Accumulator<T>>* partial, int64* num_batches,   \
                                                                const T* x, int64 outer, int64 channels, int64 inner) { \
-    count_batch<T>(num_batches);                                                                                       \
+    count_batch(num_batches);                                                                                          \
     reduce_columns(partial, LoadElement<T>{x}, outer * inner, channels);                                               \
   }                                                                                                                    \
   extern "C" __global__ void batch_norm_apply_##name(T* y, const T* x, const Accumulator<T>* weight,                   \

@@ -21,7 +21,7 @@ typedef unsigned char uint8;
   X(f16, __half)           \
   X(bf16, __nv_bfloat16)
 
-// For code that the compiler cannot know to be grid-stride: `count` items, index `i`.
+// The loop of a grid-stride kernel over `count` items, i each one's index.
 #define GRID_STRIDE(i, count)                                                               \
   for (int64 i = (int64)blockIdx.x * blockDim.x + threadIdx.x; i < (int64)(count);          \
        i += (int64)gridDim.x * blockDim.x)

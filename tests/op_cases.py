@@ -8,9 +8,10 @@ from helpers import OpCase
 
 from flcuda.ops import batch_norm, bias, elementwise, loss, pooling
 
-# Odd sizes, a single row, more than 32 channels, other ranks, more than one split of a reduction, an empty batch.
-SHAPES = [(2, 3, 5, 7), (1, 37, 4, 3), (5, 2, 1, 9), (3, 4, 6), (2, 3, 2, 4, 3), (6, 5), (3, 40, 33, 31), (0, 3, 2, 2)]
-BATCH_SHAPES = SHAPES[:-1]
+# Odd sizes, a single row, more than 32 channels, other ranks, more than one split of a reduction.
+BATCH_SHAPES = [(2, 3, 5, 7), (1, 37, 4, 3), (5, 2, 1, 9), (3, 4, 6), (2, 3, 2, 4, 3), (6, 5), (3, 40, 33, 31)]
+# And an empty batch, and no channels.
+SHAPES = [*BATCH_SHAPES, (0, 3, 2, 2), (4, 0, 5, 5)]
 POOLS = [
     ((2, 3, 9, 8), 3, 2, 1),
     ((1, 5, 7, 7), (2, 3), (1, 2), (1, 0)),
@@ -106,16 +107,6 @@ def cases() -> list[OpCase]:
                     factor=4,
                 )
             )
-        statistics = _vectors(channels, "weight", "bias", "running_mean", "running_var")
-        found.append(
-            OpCase(
-                f"batch_norm_inference-{label}",
-                _one(batch_norm.batch_norm_inference, eps=1e-5),
-                {"x": x, **statistics},
-                wide=tuple(statistics),
-                factor=2,
-            )
-        )
         saved = _vectors(channels, "weight", "saved_mean", "saved_inv_variance", "dweight", "dbias")
         found.append(
             OpCase(
@@ -125,6 +116,20 @@ def cases() -> list[OpCase]:
                 wide=tuple(saved),
                 wide_results=(1, 2),
                 factor=8,
+            )
+        )
+    for shape in SHAPES:
+        label = "x".join(map(str, shape))
+        channels = shape[1]
+        x, dy = _random(shape, 4, 2.0, 0.5), _random(shape, 5)
+        statistics = _vectors(channels, "weight", "bias", "running_mean", "running_var")
+        found.append(
+            OpCase(
+                f"batch_norm_inference-{label}",
+                _one(batch_norm.batch_norm_inference, eps=1e-5),
+                {"x": x, **statistics},
+                wide=tuple(statistics),
+                factor=2,
             )
         )
         running = {name: statistics[name] for name in ("weight", "running_mean", "running_var")}

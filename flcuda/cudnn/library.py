@@ -177,10 +177,7 @@ def _constants(image: mmap.mmap) -> tuple[int, int]:
     whole = (0, len(image))
     if len(image) < 64 or image[:6] != b"\x7fELF\x02\x01":
         return whole
-    table, size, count, names_index = (
-        struct.unpack_from("<Q10xHHH", image, 40)[0],
-        *struct.unpack_from("<HHH", image, 58),
-    )
+    table, size, count, names_index = struct.unpack_from("<Q10xHHH", image, 40)
     if size != 64 or table + size * count > len(image) or names_index >= count:
         return whole
     names_offset = struct.unpack_from("<Q", image, table + size * names_index + 24)[0]
@@ -992,7 +989,8 @@ class DevicePointer:
 class HostPointer:
     """A pointer to host memory of a type that C leaves open: a NumPy array, a ctypes object, or None.
 
-    An int is refused: it may be meant as the value. ``ctypes.c_void_p(address)`` passes an address.
+    An int is refused: it may be meant as the value; ``ctypes.c_void_p(address)`` passes an address. A handle or
+    descriptor itself is refused too: cuDNN wants the address of a variable that holds it, ``byref(descriptor)``.
 
     Args:
         const: whether the function only reads it; otherwise a read-only array is refused.
@@ -1016,7 +1014,7 @@ class HostPointer:
             address = getattr(memory, "ptr", memory)
             if isinstance(address, int):
                 return _address(address)
-        return _raw_pointer(value)
+        return _raw_pointer(value, opaque=self._device_too)
 
 
 class TypedPointer:
@@ -1041,7 +1039,7 @@ class TypedPointer:
         self._pointers = tuple(ctypes.POINTER(kind) for kind in accepted)
         is_number = issubclass(element, _SIMPLE) and not issubclass(element, ctypes.c_void_p)
         self._dtypes = tuple(np.dtype(kind) for kind in accepted) if is_number else ()
-        self._const = const
+        self.const = const
         self._item: Callable[[Any], Any] | None = None
         if is_enum:
             self._item = ctype.from_param
@@ -1058,8 +1056,8 @@ class TypedPointer:
         if isinstance(value, np.ndarray) and self._dtypes:
             if value.dtype not in self._dtypes:
                 raise TypeError(f"expected a NumPy array of {self._dtypes[0]}, got one of {value.dtype}")
-            return _host_array(value, writable=not self._const)
-        if self._item is not None and self._const and _is_list(value):
+            return _host_array(value, writable=not self.const)
+        if self._item is not None and self.const and _is_list(value):
             return self._array(value, self._item)
         wanted = getattr(self._element, "__name__", str(self._element))
         raise TypeError(f"expected a pointer to {wanted} in host memory, got {_describe(value)}")
@@ -1177,19 +1175,19 @@ class Callback:
 def argument_converter(
     stub: Callable[..., Any], argtypes: tuple[Any, ...]
 ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
-    """Makes the function for what one argument alone cannot tell: the type of its scaling factors.
+    """Makes the function for what one argument alone cannot tell: the type of scaling factors, the length of arrays.
 
     Args:
         stub: the function's stub; its parameters' names are C's.
         argtypes: its argument types.
 
     Returns:
-        A function from all arguments, in order, to as many that the argument types take; None when there is no scaling
-        factor among them.
+        A function from all arguments, in order, to as many that the argument types take; None when there is nothing
+        of the kind among them.
     """
     scalings = tuple((index, argtype) for index, argtype in enumerate(argtypes) if isinstance(argtype, Scaling))
     if not scalings:
-        return None
+        return _length_checker(stub, argtypes)
 
     # All scaling factors of a function follow the same descriptor.
     first = scalings[0][1]
@@ -1210,6 +1208,40 @@ def argument_converter(
         return tuple(converted)
 
     return convert
+
+
+# How C names the number of elements of the arrays to read that follow it.
+_COUNTS = ("nbDims", "arrayLength", "batchSize", "seqLengthArraySize")
+
+
+def _length_checker(
+    stub: Callable[..., Any], argtypes: tuple[Any, ...]
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
+    """Makes the function that refuses an array with fewer elements than C is told to read."""
+    names = stub.__code__.co_varnames
+    pairs = []
+    count = -1
+    for index, argtype in enumerate(argtypes):
+        if names[index] in _COUNTS:
+            count = index
+        elif count >= 0 and isinstance(argtype, TypedPointer) and argtype.const:
+            pairs.append((index, count))
+    if not pairs:
+        return None
+
+    def check(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        for index, count in pairs:
+            array, wanted = arguments[index], arguments[count]
+            if _is_list(array) or isinstance(array, np.ndarray | ctypes.Array):
+                length = array.size if isinstance(array, np.ndarray) else len(array)
+                # What is no int, or none of C's, is the count's own mistake.
+                if isinstance(wanted, int | np.integer) and length < wanted < 1 << 31:
+                    raise ValueError(
+                        f"{stub.__name__}: {names[index]}: has {length} elements where {names[count]} is {wanted}"
+                    )
+        return arguments
+
+    return check
 
 
 _FLOAT, _DOUBLE = 0, 1  # CUDNN_DATA_FLOAT, CUDNN_DATA_DOUBLE: this module is below bindings, which has their names
@@ -1297,14 +1329,23 @@ def _host_array(array: Any, *, writable: bool) -> Any:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _raw_pointer(value: Any) -> Any:
-    """Takes what ctypes itself knows as a pointer: byref, pointers, arrays, structures' owners; no text, no bytes."""
-    if isinstance(value, _BYREF | _POINTER | ctypes.Array | ctypes.c_void_p):
+def _raw_pointer(value: Any, *, opaque: bool = False) -> Any:
+    """Takes what ctypes itself knows as a pointer: byref, pointers, arrays, structures' owners; no text, no bytes.
+
+    A handle or descriptor points to memory of cuDNN's own, which is nobody's data; C, to which all are `void *`, would
+    read it as such. Only `opaque` lets one through.
+    """
+    if isinstance(value, _BYREF | ctypes.Array | ctypes.c_void_p):
+        return value
+    if isinstance(value, _POINTER):
+        target = type(value)._type_
+        if not opaque and issubclass(target, ctypes.Structure) and not hasattr(target, "_fields_"):
+            raise TypeError(f"expected memory, got a pointer to an opaque {target.__name__}; byref gives its address")
         return value
     if isinstance(value, ctypes.Structure | _SIMPLE):
         return ctypes.byref(value)
     if hasattr(value, "_as_parameter_"):
-        return _raw_pointer(value._as_parameter_)
+        return _raw_pointer(value._as_parameter_, opaque=opaque)
     raise TypeError(f"expected a pointer, got {_describe(value)}")
 
 

@@ -214,11 +214,11 @@ def handle(device_index: int | None = None) -> Handle:
         devices.resolve("cuda")  # Only the first call has to find out whether there is any CUDA here.
     cuda = devices.cupy().cuda
     current = cuda.runtime.getDevice()
-    if device_index is None:
-        device_index = current
-    found = handles.get(device_index)
+    if device_index not in (None, current):
+        raise ValueError(f"the cuDNN handle is to be on cuda:{device_index} and the current device is cuda:{current}")
+    found = handles.get(current)
     if found is None or found.closed:
-        found = handles[device_index] = Handle(device_index)
+        found = handles[current] = Handle(current)
     found._follow(cuda, current)
     return found
 

@@ -9,20 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flcuda.device import DTYPES, Device, cupy, empty, memory_layout, memory_order, require_same_device
-from flcuda.kernel_loader import launch
+from flcuda.device import Device, cupy, empty, memory_layout, memory_order, require_same_device
+from flcuda.kernel_loader import SUFFIXES, launch
 from flcuda.reference import compute_dtype
 
 Array = Any
 Layout = Literal["nchw", "nhwc"]
 
-SUFFIXES: dict[np.dtype[Any], str] = {
-    DTYPES["float32"]: "f32",
-    DTYPES["float64"]: "f64",
-    DTYPES["float16"]: "f16",
-    DTYPES["bfloat16"]: "bf16",
-}
-"""How the instances of a kernel for the four dtypes are named."""
 
 _MAX_COPY_DIMS = 6
 
@@ -66,9 +59,11 @@ def suffix(name: str, a: Array) -> str:
 
 
 def require_dtype(name: str, a: Array, dtype: np.dtype[Any] | type) -> None:
-    """Raises TypeError when an array has another dtype."""
-    if a.dtype != dtype:
-        raise TypeError(f"{name}: expected {np.dtype(dtype)}, got {a.dtype}")
+    """Raises TypeError when an array has another dtype, or is no array."""
+    got = getattr(a, "dtype", None)
+    if got is None or got != dtype:
+        got = type(a).__name__ if got is None else got
+        raise TypeError(f"{name}: expected an array of {np.dtype(dtype)}, got {got}")
 
 
 def require_shape(name: str, a: Array, shape: tuple[int, ...]) -> None:
@@ -87,6 +82,12 @@ def require_dense(name: str, a: Array) -> None:
     """Raises ValueError when an array that is written or read in place is not C-contiguous."""
     if not a.flags.c_contiguous:
         raise ValueError(f"{name}: expected a C-contiguous array, got shape {a.shape} with strides {a.strides}")
+
+
+def require_no_overlap(name: str, a: Array) -> None:
+    """Raises ValueError when an array that is written has two elements in one place (a broadcast array)."""
+    if 0 in a.strides and a.size and any(not step and size > 1 for step, size in zip(a.strides, a.shape, strict=True)):
+        raise ValueError(f"{name}: shape {a.shape} with strides {a.strides} overlaps itself")
 
 
 def layout_of(a: Array) -> Layout:

@@ -181,6 +181,8 @@ def batch_norm_backward(
     kind = _check_backward(
         dy, x, weight, dweight, dbias, accumulate, saved_mean=saved_mean, saved_inv_variance=saved_inv_variance
     )
+    if x.size == 0:
+        raise ValueError(f"x: training needs at least two values a channel, got shape {x.shape}")
     if not on_cuda(
         dy=dy,
         x=x,
@@ -371,8 +373,6 @@ def _check_backward(
     require_shape("dy", dy, x.shape)
     if accumulate and (dweight is None or dbias is None):
         raise ValueError("accumulate: True needs dweight and dbias")
-    if x.size == 0:
-        raise ValueError(f"x: a gradient needs at least one value a channel, got shape {x.shape}")
     return kind
 
 

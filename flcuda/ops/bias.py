@@ -15,6 +15,7 @@ from flcuda.ops.arrays import (
     require_channels,
     require_dense,
     require_dtype,
+    require_no_overlap,
     require_shape,
     strided_copy,
     suffix,
@@ -37,10 +38,11 @@ def bias_forward(y: Array, bias: Array) -> Array:
 
     Raises:
         TypeError: the dtypes differ.
-        ValueError: the shapes do not fit or the devices differ.
+        ValueError: the shapes do not fit, the devices differ, or y overlaps itself (a broadcast array).
     """
     kind = suffix("y", y)
     require_channels("y", y)
+    require_no_overlap("y", y)
     require_dtype("bias", bias, y.dtype)
     require_shape("bias", bias, (y.shape[1],))
     require_dense("bias", bias)

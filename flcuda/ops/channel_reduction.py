@@ -24,8 +24,8 @@ def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], 
         layout: of the dense array.
 
     Returns:
-        grid (its second number is the count of splits), block, and which kernel: "nchw" has a block a channel,
-        "nhwc" 32 neighbouring channels a block.
+        grid (its second number is the count of splits; its first is 0 when there are no channels), block, and which
+        kernel: "nchw" has a block a channel, "nhwc" 32 neighbouring channels a block.
     """
     n, channels, *spatial = shape
     items = n * math.prod(spatial)
@@ -34,9 +34,9 @@ def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], 
     threads = THREADS if order == "nchw" else WARPS
     block = (THREADS, 1) if order == "nchw" else (32, WARPS)
     splits = min(-(-items // (threads * _ITEMS_A_THREAD)), _BLOCKS // max(1, columns))
-    return (max(1, columns), max(1, splits)), block, order
+    return (columns, max(1, splits)), block, order
 
 
 def finish_grid(channels: int) -> tuple[int, int]:
     """The second stage's grid: a warp a channel in blocks of `WARPS` warps."""
-    return max(1, -(-channels // WARPS)), 1
+    return -(-channels // WARPS), 1

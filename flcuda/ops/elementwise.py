@@ -10,15 +10,15 @@ import numpy as np
 
 from flcuda import reference, rng
 from flcuda.device import memory_layout, numpy_dtype
-from flcuda.kernel_loader import launch
+from flcuda.kernel_loader import SUFFIXES, launch
 from flcuda.ops.arrays import (
-    SUFFIXES,
     accumulator,
     dense,
     layout_of,
     new,
     on_cuda,
     require_dtype,
+    require_no_overlap,
     require_shape,
     strided_copy,
     suffix,
@@ -104,11 +104,12 @@ def accumulate_(out: Array, a: Array) -> None:
 
     Raises:
         TypeError: the dtypes differ.
-        ValueError: the shapes or devices differ.
+        ValueError: the shapes or devices differ, or out overlaps itself (a broadcast array).
     """
     kind = suffix("out", out)
     require_dtype("a", a, out.dtype)
     require_shape("a", a, out.shape)
+    require_no_overlap("out", out)
     if not on_cuda(out=out, a=a):
         reference.accumulate_(out, a)
         return
@@ -191,15 +192,15 @@ def copy(src: Array, out: Array) -> None:
         TypeError: the dtypes differ and are not both of the four.
         ValueError: the shapes or devices differ, or out overlaps itself (a broadcast array).
     """
+    cuda = on_cuda(src=src, out=out)
     require_shape("out", out, src.shape)
-    if out.size and any(step == 0 and size > 1 for step, size in zip(out.strides, out.shape, strict=True)):
-        raise ValueError(f"out: shape {out.shape} with strides {out.strides} overlaps itself")
-    if on_cuda(src=src, out=out):
-        strided_copy(src, out)
-    elif src.dtype == out.dtype or {src.dtype, out.dtype} <= SUFFIXES.keys():
-        reference.copy(src, out)
-    else:
+    require_no_overlap("out", out)
+    if src.dtype != out.dtype and not {src.dtype, out.dtype} <= SUFFIXES.keys():
         raise TypeError(f"out: a copy from {src.dtype} to {out.dtype} is not supported")
+    if cuda:
+        strided_copy(src, out)
+    else:
+        reference.copy(src, out)
 
 
 def fill(out: Array, value: float) -> None:
@@ -208,8 +209,13 @@ def fill(out: Array, value: float) -> None:
     Args:
         out: one of the four dtypes, any strides without overlap; borrowed, written.
         value: the number.
+
+    Raises:
+        TypeError: out has another dtype.
+        ValueError: out overlaps itself (a broadcast array).
     """
     kind = suffix("out", out)
+    require_no_overlap("out", out)
     if not on_cuda(out=out):
         reference.fill(out, value)
         return

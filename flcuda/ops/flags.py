@@ -19,19 +19,21 @@ def join_flags(parts: Sequence[Array], out: Array) -> None:
         out: int32, (2 + the sum of n_i,); borrowed, overwritten. Arrays are counted through in the order of parts.
 
     Raises:
-        TypeError: a dtype is not int32.
+        TypeError: a dtype is not int32, or NumPy and CuPy arrays are mixed.
         ValueError: out has another size.
     """
     require_dtype("out", out, np.int32)
-    require_shape("out", out, (2 + sum(part.size - 2 for part in parts),))
-    xp = array_module(out, *parts)
     for part in parts:
         require_dtype("parts", part, np.int32)
-    out[2:] = xp.concatenate([part[2:] for part in parts])
-    out[0:1] = xp.stack([part[0] for part in parts]).max()
+    require_shape("out", out, (2 + sum(part.size - 2 for part in parts),))
+    xp = array_module(out, *parts)
+    # Part by part: CuPy's concatenate copies the addresses of more than eight arrays from the host, which no capture
+    # survives.
     start = out.size - 2
-    first = xp.full((), start, np.int32)
+    out[0:1] = 0
+    out[1:2] = start
     for part in reversed(parts):
-        start -= part.size - 2
-        first = xp.where(part[0] != 0, part[1] + np.int32(start), first)
-    out[1:2] = first
+        stop, start = start, start - (part.size - 2)
+        out[2 + start : 2 + stop] = part[2:]
+        out[0:1] |= part[0:1]
+        out[1:2] = xp.where(part[0:1] != 0, part[1:2] + np.int32(start), out[1:2])

@@ -73,20 +73,19 @@ def cross_entropy_forward(
     target = _labels(target)
     losses = new((rows,), dtype)
     probabilities = new(logits.shape, dtype)
-    if rows:
-        launch_blocks(
-            "loss",
-            f"cross_entropy_rows_{kind}",
-            (rows, 1),
-            (THREADS, 1),
-            losses,
-            probabilities,
-            dense(logits, "nchw"),
-            target,
-            np.int64(classes),
-            np.float64(label_smoothing),
-            np.int64(ignore_index),
-        )
+    launch_blocks(
+        "loss",
+        f"cross_entropy_rows_{kind}",
+        (rows, 1),
+        (THREADS, 1),
+        losses,
+        probabilities,
+        dense(logits, "nchw"),
+        target,
+        np.int64(classes),
+        np.float64(label_smoothing),
+        np.int64(ignore_index),
+    )
     loss = new((), dtype)
     count = new((1,), np.int64)
     launch_blocks(
@@ -169,26 +168,26 @@ def top1_count(logits: Array, target: Array) -> Array:
         return reference.top1_count(logits, target)
     rows, classes = logits.shape
     count = cupy().zeros((), np.int64)
-    if rows:
-        launch_blocks(
-            "loss",
-            f"top1_count_{kind}",
-            (-(-rows // 8), 1),
-            (THREADS, 1),
-            count,
-            dense(logits, "nchw"),
-            _labels(target),
-            np.int64(rows),
-            np.int64(classes),
-        )
+    launch_blocks(
+        "loss",
+        f"top1_count_{kind}",
+        (-(-rows // 8), 1),
+        (THREADS, 1),
+        count,
+        dense(logits, "nchw"),
+        _labels(target),
+        np.int64(rows),
+        np.int64(classes),
+    )
     return count
 
 
 def _check(logits: Array, target: Array) -> None:
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits: expected (N, classes), got shape {logits.shape}")
-    if target.dtype not in (np.int64, np.int32):
-        raise TypeError(f"target: expected int64 or int32, got {target.dtype}")
+    dtype = getattr(target, "dtype", None)
+    if dtype not in (np.int64, np.int32):
+        raise TypeError(f"target: expected an array of int64 or int32, got {dtype or type(target).__name__}")
     require_shape("target", target, (logits.shape[0],))
 
 

@@ -7,6 +7,7 @@ have the layout of their argument. Backward passes gather over the windows that 
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def global_avg_pool_forward(x: Array) -> Array:
     if layout == "nchw":
         blocks = -(-y.size // 8)
         launch_blocks(
-            "pooling", f"global_avg_pool_nchw_{kind}", (max(1, blocks), 1), (256, 1), y, dense(x, layout), n, c, space
+            "pooling", f"global_avg_pool_nchw_{kind}", (blocks, 1), (256, 1), y, dense(x, layout), n, c, space
         )
     else:
         launch("pooling", f"global_avg_pool_nhwc_{kind}", y.size, y, x, n, c, space)
@@ -254,8 +255,8 @@ def global_avg_pool_backward(dy: Array, x_shape: Sequence[int], layout: str) -> 
 def _geometry(
     name: str, x_shape: tuple[int, ...], kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
 ) -> tuple[Pair, Pair, Pair]:
-    if len(x_shape) != 4:
-        raise ValueError(f"{name}: expected (N, C, H, W), got shape {x_shape}")
+    if len(x_shape) != 4 or 0 in x_shape[2:]:
+        raise ValueError(f"{name}: expected (N, C, H, W) with something to pool, got shape {x_shape}")
     kernel = _pair("kernel_size", kernel_size, 1)
     step = kernel if stride is None else _pair("stride", stride, 1)
     pad = _pair("padding", padding, 0)
@@ -268,10 +269,13 @@ def _geometry(
 
 
 def _pair(name: str, value: int | Pair, least: int) -> Pair:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(not isinstance(number, int) or number < least for number in pair):
+    try:
+        first, second = map(index, value if isinstance(value, Sequence) else (value, value))
+    except (TypeError, ValueError):  # no whole numbers, or not two
+        first = second = least - 1
+    if min(first, second) < least:
         raise ValueError(f"{name} must be one or two whole numbers of at least {least}, got {value}")
-    return pair[0], pair[1]
+    return first, second
 
 
 def _pooled(x_shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Pair:

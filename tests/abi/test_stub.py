@@ -322,6 +322,11 @@ def test_python_objects_become_pointers(run: Run) -> None:
         for made in (one, byref(one), ctypes.pointer(one)):
             attribute(made)
             assert arrived(4) == ctypes.addressof(one)
+        for made in (byref(descriptor), (cudnn.cudnnBackendDescriptor_t * 2)(descriptor)):
+            attribute(made)
+        pack = opaque("cudnnFusedOpsConstParamPack_t")
+        cudnn.cudnnSetFusedOpsConstParamPackAttribute(pack, cudnn.CUDNN_PARAM_XDESC, Owner())  # the descriptor itself
+        assert arrived(2) == 0x7F00_1111_2222_3330
         outputs, size = np.zeros(8, np.int32), np.zeros((), np.uint64)
         number, code = c_int(), ctypes.c_uint()
         cudnn.cudnnGetTensorNdDescriptor(Owner(), 8, byref(code), number, outputs, outputs[4:])
@@ -344,6 +349,9 @@ def test_mistakes_are_named_before_anything_is_called(run: Run) -> None:
         frozen = np.zeros(8, np.int32)
         frozen.flags.writeable = False
         int4 = [1, 2, 3, 4]
+        conv, seq = opaque("cudnnConvolutionDescriptor_t"), opaque("cudnnSeqDataDescriptor_t")
+        rnn = opaque("cudnnRNNDataDescriptor_t")
+        class Owner: _as_parameter_ = desc
         def nd(*arguments): return lambda: cudnn.cudnnSetTensorNdDescriptor(*arguments)
         def attribute(elements): return lambda: cudnn.cudnnBackendSetAttribute(backend, 0, 3, 1, elements)
         def nd_out(dims): return lambda: cudnn.cudnnGetTensorNdDescriptor(desc, 8, c_int(), c_int(), dims, None)
@@ -364,6 +372,12 @@ def test_mistakes_are_named_before_anything_is_called(run: Run) -> None:
             "dimA 2": nd(desc, 0, 4, [1, 2, 3, 4.0], int4),
             "dimA 3": nd(desc, 0, 4, np.array(int4, np.int64), int4),
             "dimA 4 value": nd(desc, 0, 4, np.zeros(8, np.int32)[::2], int4),
+            "dimA 10 value": nd(desc, 0, 4, [1, 2, 3], int4),
+            "dimA 11 value": nd(desc, 0, np.int64(9), np.ones(8, np.int32), [1] * 9),
+            "strideA 1 value": nd(desc, 0, 4, int4, (c_int * 3)()),
+            "dilationA 1 value": lambda: cudnn.cudnnSetConvolutionNdDescriptor(conv, 3, [0] * 3, [1] * 3, [1, 1], 1, 0),
+            "seqLengthArray 1 value": lambda: cudnn.cudnnSetSeqDataDescriptor(seq, 0, 4, int4, int4, 5, int4, None),
+            "seqLengthArray 2 value": lambda: cudnn.cudnnSetRNNDataDescriptor(rnn, 0, 0, 4, 2, 9, [1], None),
             "dimA 5": nd(desc, 0, 4, "1234", int4),
             "dimA 6": nd(desc, 0, 4, 4, int4),
             "dimA 7": nd_out(int4),
@@ -376,10 +390,14 @@ def test_mistakes_are_named_before_anything_is_called(run: Run) -> None:
             "y 3 value": lambda: cudnn.cudnnScaleTensor(handle, desc, -1, None),
             "y 4 value": lambda: cudnn.cudnnScaleTensor(handle, desc, 2**64, None),
             "y 5": lambda: cudnn.cudnnScaleTensor(handle, desc, b"bytes", None),
+            "y 6": lambda: cudnn.cudnnScaleTensor(handle, desc, desc, None),
+            "y 7": lambda: cudnn.cudnnScaleTensor(handle, desc, Owner(), None),
             "streamId 1": lambda: cudnn.cudnnSetStream(handle, "stream"),
             "arrayOfElements 1": attribute(5),
             "arrayOfElements 2": attribute([5]),
             "arrayOfElements 3 value": attribute(np.zeros((4, 4)).T),
+            "arrayOfElements 4": attribute(backend),
+            "arrayOfElements 5": attribute(handle),
             "attributeName 1 value": lambda: cudnn.cudnnBackendSetAttribute(backend, 99999, 3, 1, None),
             "descriptorType 1 value": lambda: cudnn.cudnnBackendCreateDescriptor(999, byref(backend)),
             "fptr 1": lambda: cudnn.cudnnSetCallback(0, None, print),

@@ -8,6 +8,7 @@ from step_cases import BAD, expected_flags, find, random_storage
 from flcuda import kernel_loader
 from flcuda.device import DTYPES, cupy
 from flcuda.ops import finite
+from flcuda.ops.flags import join_flags
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -53,6 +54,29 @@ def test_a_large_storage_full_of_nan_and_with_a_single_one() -> None:
     flat[...] = 3e38
     finite.find_invalid(flat, place_, flags)
     np.testing.assert_array_equal(flags.get(), [0, 110, *[0] * 110])
+
+
+def test_flags_of_many_storages_are_joined_in_a_capture(rng: np.random.Generator) -> None:
+    sizes = [3, 1, 0, 5, 2, 1, 4, 1, 1, 2, 7, 1]
+    parts = [cupy().zeros(2 + size, np.int32) for size in sizes]
+    out = cupy().zeros(2 + sum(sizes), np.int32)
+    join_flags(parts, out)
+    cupy().cuda.runtime.deviceSynchronize()
+    with cupy().cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        join_flags(parts, out)
+        graph = stream.end_capture()
+        for bad in ([], [11], [10, 3, 0], [7]):
+            expected = [int(bool(bad)), sum(sizes)]
+            for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                values = rng.permutation(size) < 1 if number in bad else np.zeros(size, bool)
+                part.set(np.array([values.any(), values.argmax() if values.any() else size, *values], np.int32))
+                expected += values.tolist()
+            if bad:
+                expected[1] = expected[2:].index(True)
+            graph.launch(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(out.get(), expected)
 
 
 def test_fast_math_cannot_remove_the_test() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flcuda import amp, device, models, nn, optim
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda.autograd import Function, Tensor
 from flcuda.errors import FlcudaError
 

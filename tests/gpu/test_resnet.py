@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 import torch_resnet  # noqa: E402
 
 from flcuda import device, models, optim  # noqa: E402
-from flcuda import functional as F  # noqa: E402, N812
+from flcuda import functional as F  # noqa: E402
 
 # PyTorch warns of its own switches and choices.
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore::UserWarning")]

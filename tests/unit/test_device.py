@@ -136,6 +136,26 @@ def test_import_needs_no_cupy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
 
 
+def test_a_cupy_that_another_thread_is_importing_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text(
+        "import threading, time, types\nstarted.set()\ntime.sleep(0.5)\n"
+        "__version__ = '0'\nError = type('Error', (Exception,), {})\n"
+        "stream = types.SimpleNamespace(is_capturing=lambda: True)\n"
+        "runtime = types.SimpleNamespace(CUDARuntimeError=Error)\n"
+        "runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 1, lambda: 2\n"
+        "cuda = types.SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)\n"
+    )
+    code = (
+        "import builtins, threading\nfrom flcuda import device\nbuiltins.started = threading.Event()\n"
+        "threading.Thread(target=device.cupy).start()\nassert started.wait(30)\n"
+        "assert {what}\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    for what in ("device.is_capturing()", "device.driver()['cuda_driver'] == 2"):
+        command = [sys.executable, "-c", code.format(what=what)]
+        subprocess.run(command, check=True, env=environment, timeout=60)
+
+
 # --- arrays in ------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +195,15 @@ def test_what_is_no_array_is_named(a: object) -> None:
 def test_unknown_dlpack_device_is_named() -> None:
     with pytest.raises(TypeError, match=r"^x: .*DLPack device type 10"):
         device.asarray(Producer(np.ones(2), kind=10), "x")
+
+
+def test_array_that_is_nowhere_is_named() -> None:
+    class Meta(Producer):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise ValueError("a meta tensor has no memory")
+
+    with pytest.raises(TypeError, match=r"^x: .*Meta cannot be imported: a meta tensor"):
+        device.asarray(Meta(np.ones(2)), "x")
 
 
 def test_array_that_its_library_keeps_is_named() -> None:

@@ -7,9 +7,11 @@ import pytest
 from helpers import LAYOUTS, TOLERANCES, OpCase, assert_close, check_op, numeric_gradient, place
 from op_cases import cases
 
+from flcuda import kernel_loader
 from flcuda import rng as philox
 from flcuda.device import DTYPES
 from flcuda.ops import batch_norm, bias, elementwise, loss, pooling
+from flcuda.ops.channel_reduction import finish_grid, reduction
 
 CASES = cases()
 
@@ -159,6 +161,23 @@ def test_scale_reads_a_device_value(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(elementwise.scale(x, np.array([0.5])), x * np.float32(0.5))
 
 
+def test_pooling_takes_whole_numbers_of_numpy() -> None:
+    y, indices = pooling.max_pool_forward(X, np.int64(2), (np.int32(1), 2), np.uint8(1))
+    np.testing.assert_array_equal(y, pooling.max_pool_forward(X, 2, (1, 2), 1)[0])
+    assert indices.shape == y.shape == (2, 3, 5, 3)
+
+
+def test_no_channels_are_no_blocks() -> None:
+    """A block would read what is not there; launching nothing needs no GPU."""
+    for shape in ((4, 0, 5, 5), (0, 0, 1, 1)):
+        for layout in ("nchw", "nhwc"):
+            grid, block, _ = reduction(shape, layout)
+            assert 0 in grid
+            kernel_loader.launch_blocks("bias", "nothing", grid, block)
+    kernel_loader.launch_blocks("bias", "nothing", finish_grid(0), (32, 1))
+    kernel_loader.launch("bias", "nothing", 0)
+
+
 def test_nan_and_infinity_pass_through() -> None:
     x = np.array([np.nan, np.inf, -np.inf, -1.0], np.float32)
     np.testing.assert_array_equal(elementwise.relu_forward(x), [np.nan, np.inf, 0, 0])
@@ -224,13 +243,26 @@ V = np.ones(3, np.float32)
         (lambda: elementwise.relu_forward(np.ones(3, np.int32)), TypeError, "x: expected an array of float64.*int32"),
         (lambda: elementwise.relu_forward([1.0]), TypeError, "x: .*list"),
         (lambda: elementwise.add(X, X[:1]), ValueError, r"b: expected shape \(2, 3, 4, 4\)"),
-        (lambda: elementwise.add(X, X.astype(np.float64)), TypeError, "b: expected float32"),
+        (lambda: elementwise.add(X, X.astype(np.float64)), TypeError, "b: expected an array of float32, got float64"),
         (lambda: elementwise.copy(X, np.broadcast_to(V, (2, 3))), ValueError, "out"),
         (lambda: elementwise.copy(V, np.lib.stride_tricks.as_strided(V, (3,), (0,))), ValueError, "overlaps"),
         (lambda: elementwise.copy(V, np.ones(3, np.int32)), TypeError, "float32 to int32"),
+        (lambda: elementwise.copy([1.0], V), TypeError, "src: .*list"),
+        (
+            lambda: elementwise.accumulate_(np.lib.stride_tricks.as_strided(V, (3,), (0,)), V),
+            ValueError,
+            "out: .*overl",
+        ),
+        (lambda: elementwise.fill(np.lib.stride_tricks.as_strided(V, (3,), (0,)), 1), ValueError, "out: .*overlaps"),
+        (lambda: bias.bias_forward(np.lib.stride_tricks.as_strided(V, (2, 3), (0, 4)), V), ValueError, "y: .*overlaps"),
+        (lambda: elementwise.add(X, [1.0]), TypeError, "b: expected an array of float32, got list"),
         (lambda: elementwise.cast(X, "int32"), TypeError, "dtype: .*int32"),
         (lambda: elementwise.scale(X, np.ones(2)), ValueError, "s: expected one element"),
-        (lambda: elementwise.scale(X, np.ones(1, np.float32)), TypeError, "s: expected float64"),
+        (
+            lambda: elementwise.scale(X, np.ones(1, np.float32)),
+            TypeError,
+            "s: expected an array of float64, got float32",
+        ),
         (lambda: elementwise.dropout_forward(X, 1.5, philox.State(0)), ValueError, "p must be from 0 to 1, got 1.5"),
         (lambda: bias.bias_forward(X, np.ones(4, np.float32)), ValueError, r"bias: expected shape \(3,\), got \(4,\)"),
         (lambda: bias.bias_forward(V, V), ValueError, "y: expected"),
@@ -248,6 +280,9 @@ V = np.ones(3, np.float32)
         (lambda: batch_norm.batch_norm_backward(X, X, V, V, V, accumulate=True), ValueError, "accumulate"),
         (lambda: batch_norm.batch_norm_backward(X[:1], X, V, V, V), ValueError, "dy"),
         (lambda: pooling.max_pool_forward(X, 0), ValueError, "kernel_size.*0"),
+        (lambda: pooling.max_pool_forward(X, 2.5), ValueError, "kernel_size.*2.5"),
+        (lambda: pooling.max_pool_forward(X, (2, 2, 2)), ValueError, r"kernel_size.*\(2, 2, 2\)"),
+        (lambda: pooling.max_pool_forward(X[:, :, :0], 2, 1, 1), ValueError, "x: expected.*something to pool"),
         (lambda: pooling.max_pool_forward(X, 2, 0), ValueError, "stride.*0"),
         (lambda: pooling.max_pool_forward(X, 2, 1, -1), ValueError, "padding.*-1"),
         (lambda: pooling.max_pool_forward(X, 2, 1, 2), ValueError, "half"),
@@ -258,6 +293,9 @@ V = np.ones(3, np.float32)
         (lambda: pooling.global_avg_pool_backward(X[:, :, 0, 0], X.shape, "chwn"), ValueError, "layout: 'chwn'"),
         (lambda: loss.cross_entropy_forward(X[:, :, 0, 0], np.zeros(3, np.int64)), ValueError, "target"),
         (lambda: loss.cross_entropy_forward(X[:, :, 0, 0], np.zeros(2)), TypeError, "target"),
+        (lambda: loss.cross_entropy_forward(X[:, :, 0, 0], [0, 1]), TypeError, "target: .*list"),
+        (lambda: batch_norm.batch_norm_inference(X, V, V, V, [1.0] * 3, 0), TypeError, "running_var: .*list"),
+        (lambda: batch_norm.batch_norm_backward(X[:0], X[:0], V, V, V), ValueError, "two values"),
         (lambda: loss.cross_entropy_forward(X, np.zeros(2, np.int64)), ValueError, "logits"),
         (lambda: loss.cross_entropy_forward(X[:, :, 0, 0], np.zeros(2, np.int64), 2.0), ValueError, "label_smoothing"),
     ],

@@ -59,10 +59,10 @@ def test_padding_stays_zero() -> None:
     ("change", "options", "error", "text"),
     [
         ({"velocity": None}, {}, ValueError, "velocity: momentum 0.9"),
-        ({"lr": np.array(0.1, np.float32)}, {}, TypeError, "lr: expected float64"),
+        ({"lr": np.array(0.1, np.float32)}, {}, TypeError, "lr: expected an array of float64"),
         ({"lr": np.ones(2)}, {}, ValueError, "lr: expected one element"),
         ({"decay": np.ones(4, np.float32)}, {}, ValueError, "offsets"),
-        ({"grad": np.ones(4000)}, {}, TypeError, "grad: expected float32, got float64"),
+        ({"grad": np.ones(4000)}, {}, TypeError, "grad: expected an array of float32, got float64"),
         ({"grad": np.ones(3, np.float32)}, {}, ValueError, "grad"),
         ({"data": np.ones(4000, np.float32)}, {}, ValueError, "data: must be master"),
         ({}, {"momentum": -0.1}, ValueError, "momentum must not be negative, got -0.1"),

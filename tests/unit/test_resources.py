@@ -289,6 +289,7 @@ def test_handle_of_another_device_than_the_current_names_both(cuda: FakeCuda) ->
     resources.handle()
     with pytest.raises(ValueError, match="cuda:1 and the current device is cuda:0"):
         resources.handle(1)
+    assert cuda.of("create") == [(0,)]  # and not one for the device that was refused
     handle = resources.handle()
     with device.Device("cuda", 1).use(), pytest.raises(ValueError, match="cuda:0 and the current device is cuda:1"):
         handle.use_current_stream()

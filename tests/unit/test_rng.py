@@ -79,6 +79,13 @@ def test_permutations_are_even() -> None:
     assert np.abs(counts - 1000).max() < 150
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.uint32, np.int64, np.uint64])
+def test_seeds_and_positions_of_numpy_are_numbers_too(kind: type) -> None:
+    for draw in (rng.uniform, rng.normal):
+        np.testing.assert_array_equal(draw(kind(77), kind(125), kind(9)), draw(77, 125, 9))
+    assert type(rng.State(kind(77)).seed) is int
+
+
 def test_streams_of_one_seed_differ() -> None:
     drawn = [rng.words(0, 0, 64, stream) for stream in (rng.VALUES_STREAM, rng.PERMUTATION_STREAM, rng.DROPOUT_STREAM)]
     assert not np.intersect1d(drawn[0], drawn[1]).size
@@ -100,6 +107,7 @@ def test_state_starts_at_zero_on_the_host() -> None:
         (lambda: rng.uniform(0, -1, 1), "offset"),
         (lambda: rng.uniform(0, 1 << 66, 1), "offset"),
         (lambda: rng.uniform(0, 0, -1), "n must"),
+        (lambda: rng.normal(0, 0, -1), "n must not be negative, got -1"),
         (lambda: rng.words(0, 0, 1, -1), "stream"),
         (lambda: rng.State(-1), "seed"),
         (lambda: rng.philox4x32(np.zeros((3, 2), np.uint32), (0, 0)), "counters"),
