@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda.autograd import Tensor
 from flcuda.device import Array, Device
 from flcuda.errors import FlcudaError
@@ -41,7 +41,7 @@ class DynamicScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale(optimizer)
-        if scaler.adjust_scale_factor():  # False: invalid, do not step; repeat the batch or go on
+        if scaler.adjust_scale_factor():  # False: invalid, a step would change nothing; repeat the batch or go on
             optimizer.step()
         optimizer.zero_grad()
 
@@ -189,8 +189,8 @@ class DynamicScaler:
         """Looks for invalid gradients and unscales them; the host does not wait.
 
         Given an optimizer, the gradients stay as they are and its next step unscales them in float32 on the way: those
-            of 16 bits
-        would underflow in place. Given tensors, their gradients are multiplied in place, then looked at.
+        of 16 bits would underflow in place. That step is skipped when one is invalid. Given tensors, their gradients
+        are multiplied in place, then looked at.
 
         Args:
             target: the optimizer, or leaf tensors of float32 or float64; one without a gradient counts as valid.
@@ -205,11 +205,13 @@ class DynamicScaler:
             if isinstance(target, SGD):
                 self._optimizer = target
                 self._look_at_arenas(target)
-                # A copy: adjust_scale_factor may change the scale before the step.
+                # Copies: adjust_scale_factor may change the scale before the step, the next check the flags.
                 target.inv_scale = self._inv_scale.copy()
+                target.flags = self.is_invalid_array.copy()
             else:
                 self._optimizer = None
-                self._unscale_tensors(list(target))
+                # Each once: a shared one would be unscaled twice.
+                self._unscale_tensors(list({id(t): t for t in target}.values()))
         self._state = "unscaled"
 
     def _unscale_tensors(self, tensors: list[Tensor]) -> None:
@@ -233,14 +235,16 @@ class DynamicScaler:
             names.append((t.name if isinstance(t, Parameter) else "") or f"tensor {i}")
         self._names = tuple(names)
         self._flags = _new_flags(len(names), self._device)
+        self._parts = []  # those of an optimizer, whose flags these are not
         if parts:
             join_flags(parts, self._flags)
 
     def _look_at_arenas(self, optimizer: SGD) -> None:
         names = tuple(segment.name for arena in optimizer.arenas for segment in arena.segments)
-        if self._names != names or self._flags is None:
-            self._names = names
-            self._parts = [_new_flags(len(arena.segments), self._device) for arena in optimizer.arenas]
+        sizes = [2 + len(arena.segments) for arena in optimizer.arenas]
+        self._names = names
+        if self._flags is None or [part.size for part in self._parts] != sizes:
+            self._parts = [_new_flags(size - 2, self._device) for size in sizes]
             self._flags = self._parts[0] if len(self._parts) == 1 else _new_flags(len(names), self._device)
         for arena, part in zip(optimizer.arenas, self._parts, strict=True):
             arena.fill_missing()
@@ -264,9 +268,9 @@ class DynamicScaler:
     def adjust_scale_factor(self) -> bool:
         """Applies the rule and says whether the gradients are valid; waits for the device.
 
-        When they are not, do not step: the optimizer given to unscale has had its gradients forgotten and its model's
-            pending
-        batch-norm statistics put back. (With tensors given to unscale, call the model's discard_statistics.)
+        When they are not, the optimizer given to unscale has had its gradients forgotten and its model's pending
+        batch-norm statistics put back, and until its zero_grad a step changes nothing. (With tensors given to unscale,
+        do not step, and call the model's discard_statistics.)
 
         Returns:
             True when all gradients were finite.
@@ -280,8 +284,9 @@ class DynamicScaler:
             self._update()
             valid = int(self.is_invalid_array[0]) == 0
             if not valid and self._optimizer is not None:
-                self._optimizer.inv_scale = None
+                flags = self._optimizer.flags
                 self._optimizer.zero_grad()
+                self._optimizer.flags = flags
                 for statistics in self._optimizer.statistics:
                     statistics.discard()
         self._state = "ready"
@@ -296,9 +301,8 @@ class DynamicScaler:
         """Does all of a step after the forward: scaled backward, check, update or skip, new scale.
 
         The gradients are forgotten afterwards: no zero_grad is needed. The host waits for the device at every 50th call
-            only, to
-        see whether too many steps were skipped in a row; inside a CUDA graph capture it never does (call ``check`` now
-        and then).
+        only, to see whether too many steps were skipped in a row; inside a CUDA graph capture it never does (call
+        ``check`` now and then).
 
         Args:
             optimizer: its model's gradients are used.
@@ -360,7 +364,7 @@ class DynamicScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the state in place; on an error nothing has changed.
+        """Sets the state in place, between two steps; on an error nothing has changed.
 
         Args:
             state: as ``state_dict`` gave it.
@@ -380,6 +384,8 @@ class DynamicScaler:
         counters = [F.count(name, state[name], least=0) for name in _COUNTERS]
         for name in _RULE:
             setattr(self, name, getattr(checked, name))
+        self._state = "ready"
+        self._optimizer = None
         self._host_scale = float(state["scale"])
         self._host_counters = counters
         if self._device is not None:

@@ -99,7 +99,6 @@ class Tensor:
 
     if TYPE_CHECKING:  # attached by flcuda.functional, which has the Functions
         __add__: ClassVar[Any]
-        __radd__: ClassVar[Any]
         __sub__: ClassVar[Any]
         __mul__: ClassVar[Any]
         __rmul__: ClassVar[Any]
@@ -111,12 +110,12 @@ class Tensor:
         return None
 
     def receive(self, grad: Array) -> None:
-        """Takes a gradient: the first is stored, later ones are added.
+        """Takes a gradient: the first is copied, later ones are added.
 
         Args:
-            grad: like data. It may be shared with other tensors and is never written to.
+            grad: like data; borrowed. Another leaf may be given the same array, so ``grad`` is always one of our own.
         """
-        self.grad = grad if self.grad is None else elementwise.add(self.grad, grad)
+        self.grad = elementwise.cast(grad, grad.dtype) if self.grad is None else elementwise.add(self.grad, grad)
 
     def backward(self, grad: Array | None = None) -> None:
         """Adds to the ``grad`` of every leaf that requires one, and frees the graph on the way.
@@ -210,15 +209,22 @@ def _walk(root: Function, grad: Array) -> None:
         results = node.backward(grads.pop(node)) if node in grads else (None,) * len(parents)
         # The saved arrays and the edges go at once; what is left says that this graph was used.
         node.__dict__.clear()
-        for parent, result in zip(parents, results, strict=True):
-            if parent is None or result is None:
-                continue
-            if isinstance(parent, Tensor):
-                parent.receive(result)
-            else:
-                known = grads.get(parent)
-                grads[parent] = result if known is None else elementwise.add(known, result)
-        del node, results
+        _hand_on(parents, results, grads)
+        # Nothing of this Function may live on while the next one works.
+        del node, parents, results
+
+
+def _hand_on(
+    parents: "tuple[Function | Tensor | None, ...]", results: tuple[Array | None, ...], grads: dict[Function, Array]
+) -> None:
+    for parent, result in zip(parents, results, strict=True):
+        if parent is None or result is None:
+            continue
+        if isinstance(parent, Tensor):
+            parent.receive(result)
+        else:
+            known = grads.get(parent)
+            grads[parent] = result if known is None else elementwise.add(known, result)
 
 
 def _targets(parents: "tuple[Function | Tensor | None, ...]") -> tuple[GradTarget | None, ...]:

@@ -5,7 +5,7 @@ Source: He, Zhang, Ren and Sun 2015, "Deep residual learning for image recogniti
 
 from typing import Any, Literal
 
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda import nn
 from flcuda.autograd import Tensor
 from flcuda.device import Device

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda import rng
 from flcuda.autograd import Tensor
 from flcuda.device import Array, Device
@@ -226,12 +226,21 @@ class Module:
     # --- what is in it
 
     def named_children(self) -> Iterator[tuple[str, "Module"]]:
-        """Lists the modules that are attributes, by name."""
+        """Lists the modules that are attributes, by name.
+
+        Raises:
+            TypeError: an attribute is a list, tuple or dict with modules or parameters, which would be overlooked.
+        """
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
-            elif isinstance(value, list | tuple | dict) and any(isinstance(part, Module) for part in value):
-                raise TypeError(f"{type(self).__name__}.{name}: modules in a {type(value).__name__}; use Sequential")
+            elif isinstance(value, list | tuple | dict):
+                parts = value.values() if isinstance(value, dict) else value
+                if any(isinstance(part, Module | Parameter | BatchNormState) for part in parts):
+                    raise TypeError(
+                        f"{type(self).__name__}.{name}: modules or parameters in a {type(value).__name__} are not "
+                        "found; use Sequential or attributes"
+                    )
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
         """Lists this module and all below it, by dotted name; one that is used twice comes twice.
@@ -404,8 +413,6 @@ class Module:
         for key, _, _, write in entries:
             if key in values:
                 write(values[key])
-        for statistics in {id(s.statistics): s.statistics for s in self._states()}.values():
-            statistics.settled = statistics.settled or not missing
         return missing, unexpected
 
 
@@ -694,6 +701,8 @@ class BatchNorm2D(Module):
         Returns:
             Like x, in the layer's precision.
         """
+        # Whoever replaces or shares the layer's parameters means these.
+        self.bn.weight, self.bn.bias = self.weight, self.bias
         return F.batch_norm(self.precision.enter(x), self.bn, training=self.training)
 
 

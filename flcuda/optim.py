@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda.device import Array
 from flcuda.errors import FlcudaError
 from flcuda.ops import elementwise
@@ -32,7 +32,8 @@ class SGD:
     """Stochastic gradient descent as PyTorch's SGD, one launch an arena.
 
     g = gradient + weight_decay * parameter; velocity = momentum * velocity + g; parameter -= lr * velocity, or with
-    Nesterov lr * (g + momentum * velocity). A parameter without a gradient counts as one with a gradient of zero.
+    Nesterov lr * (g + momentum * velocity). A parameter without a gradient counts as one with a gradient of zero; one
+    that requires no gradient when the optimizer is made does not decay either, so it stays as it is.
     Momentum and 16-bit parameters' masters are float32 (float64 for float64).
 
     Args:
@@ -45,8 +46,9 @@ class SGD:
 
     Attributes:
         arenas, statistics: the model's.
-        inv_scale: float64, one element, on the device, or None: what the next step multiplies gradients by; set by
-            ``DynamicScaler.unscale`` and used once.
+        inv_scale: float64, one element, on the device, or None: what the next step multiplies gradients by.
+        flags: int32, as ``find_invalid`` leaves it, on the device, or None: whether the next step counts. Both are set
+            by ``DynamicScaler.unscale`` and used once; ``zero_grad`` forgets them.
 
     Raises:
         ValueError: a number is out of range, nesterov has no momentum, or the model has no parameters or is on several
@@ -76,9 +78,13 @@ class SGD:
         self.nesterov = nesterov
         self.weight_decay = weight_decay
         self.inv_scale: Array | None = None
+        self.flags: Array | None = None
         with self.device.use():
             xp = self.device.xp
-            self._decay = [xp.asarray(np.array([s.decay for s in a.segments], np.float32)) for a in self.arenas]
+            self._decay = [
+                xp.asarray(np.array([s.decay and p.requires_grad for s, p in pairs], np.float32))
+                for pairs in (zip(arena.segments, arena.parameters, strict=True) for arena in self.arenas)
+            ]
             self._lr_array = devices.zeros((1,), np.float64, device=self.device)
         self._velocity = self._zeros() if momentum else None
         self.lr = lr
@@ -98,7 +104,8 @@ class SGD:
             elementwise.fill(self._lr_array, self._lr)
 
     def zero_grad(self) -> None:
-        """Forgets all gradients; writes nothing."""
+        """Forgets all gradients and what ``DynamicScaler.unscale`` said of them; writes nothing."""
+        self.inv_scale = self.flags = None
         for arena in self.arenas:
             arena.zero_grad()
 
@@ -107,7 +114,8 @@ class SGD:
 
         Args:
             flags: int32, as ``find_invalid`` leaves it, on the device: if the first element is not 0, parameters,
-                momentum and running statistics stay as they are, to the bit. None: the step is valid.
+                momentum and running statistics stay as they are, to the bit. None: those of ``DynamicScaler.unscale``;
+                without it the step is valid.
 
         Raises:
             FlcudaError: the model's arenas were built anew since the optimizer was made.
@@ -118,7 +126,9 @@ class SGD:
                     "step: the model's parameters moved to other arenas after this optimizer was made (modules or "
                     "parameters were added, or the model became part of another one); make the optimizer last"
                 )
-        inv_scale, self.inv_scale = self.inv_scale, None
+        inv_scale = self.inv_scale
+        flags = self.flags if flags is None else flags
+        self.inv_scale = self.flags = None
         with self.device.use():
             for i, arena in enumerate(self.arenas):
                 arena.fill_missing()
@@ -176,28 +186,31 @@ class SGD:
             raise ValueError("state: does not fit the optimizer\n  " + "\n  ".join(faults))
         F.number("lr", state["lr"], 0.0)
         _check(state["momentum"], state["nesterov"], state["weight_decay"])
-        given = state["velocity"]
+        given = {name: _on_host(name, values) for name, values in state["velocity"].items()}
         segments = {segment.name: segment for arena in self.arenas for segment in arena.segments}
         if state["momentum"]:
             faults += [f"missing velocity: {name}" for name in segments if name not in given]
         faults += [f"unexpected velocity: {name}" for name in given if name not in segments]
         faults += [
-            f"velocity {name}: shape {np.shape(given[name])} where the model has {segment.shape}"
+            f"velocity {name}: shape {given[name].shape} where the model has {segment.shape}"
             for name, segment in segments.items()
-            if name in given and np.shape(given[name]) != segment.shape
+            if name in given and given[name].shape != segment.shape
         ]
         if faults:
             raise ValueError("state: does not fit the model\n  " + "\n  ".join(faults))
         self.momentum, self.nesterov, self.weight_decay = state["momentum"], state["nesterov"], state["weight_decay"]
         self.lr = state["lr"]
-        if not self.momentum:
-            self._velocity = None
-            return
-        if self._velocity is None:
-            self._velocity = self._zeros()
-        for arena, flat in zip(self.arenas, self._velocity, strict=True):
+        self._velocity = (self._velocity or self._zeros()) if self.momentum else None
+        for arena, flat in zip(self.arenas, self._velocity or (), strict=False):
             for segment in arena.segments:
                 segment.view(flat)[...] = self.device.xp.asarray(given[segment.name])
+
+
+def _on_host(name: str, values: Any) -> np.ndarray[Any, Any]:
+    array = devices.asarray(values, f"velocity {name}")
+    if array.dtype.name not in devices.DTYPES:
+        raise TypeError(f"velocity {name}: dtype {array.dtype.name} is none of {list(devices.DTYPES)}")
+    return array.get() if devices.is_cuda(array) else np.asarray(array)
 
 
 def _check(momentum: float, nesterov: bool, weight_decay: float) -> None:

@@ -51,7 +51,8 @@ class Parameter(Tensor):
 
     Attributes:
         master: the values that are updated; the same array as data when the dtypes are equal.
-        buffer: where the gradient is written; its content counts only once ``grad`` is that array.
+        buffer: where the gradient is written; its content counts only once ``grad`` is that array. Another array that
+            is assigned to ``grad`` is copied into it by the next backward, check or update.
 
     Raises:
         ValueError: the dtype or layout is unknown.
@@ -116,6 +117,10 @@ class Parameter(Tensor):
         """Gives the gradient's array, and whether it already holds something to add to."""
         if self.buffer is None:
             self.buffer = devices.empty(self.shape, self.dtype, device=self.device, layout=self.layout)
+        if self.grad is not None and self.grad is not self.buffer:
+            # The user assigned one, a clipped gradient for instance.
+            elementwise.copy(self.grad, self.buffer)
+            self.grad = self.buffer
         return GradTarget(self.buffer, self.grad is not None)
 
     def receive(self, grad: Array) -> None:
@@ -140,6 +145,7 @@ class Parameter(Tensor):
             "device": self.device,
             "decay": self.decay,
             "name": self.name,
+            "requires_grad": self.requires_grad,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,6 +158,7 @@ class Parameter(Tensor):
             decay=state["decay"],
             name=state["name"],
         )
+        self.requires_grad = state["requires_grad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +243,9 @@ class Arena:
     def fill_missing(self) -> None:
         """Writes zeros where a parameter has no gradient: for check and update that is what it counts as."""
         for p in self.parameters:
-            if p.grad is None:
-                assert p.buffer is not None
-                elementwise.fill(p.buffer, 0)
+            buffer, filled = p.target()
+            if not filled:
+                elementwise.fill(buffer, 0)
 
 
 def build_arenas(parameters: Iterable[tuple[str, Parameter]]) -> tuple[Arena, ...]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flcuda import amp, nn, optim
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda.autograd import Function, Tensor
 from flcuda.errors import FlcudaError
 from flcuda.ops.flags import join_flags
@@ -259,7 +259,7 @@ def test_unscaling_tensors_restores_their_gradients(rng):
         assert float(scaled) == pytest.approx(float(loss) * 1024)
         scaled.backward()
     np.testing.assert_allclose(w.grad, expected * 1024, rtol=1e-6)
-    scaler.unscale([w, unused, plain])
+    scaler.unscale([w, unused, plain, w])
     np.testing.assert_allclose(w.grad, expected, rtol=1e-6)
     np.testing.assert_allclose(plain.grad, expected, rtol=1e-6)
     assert w.grad is w.buffer
@@ -388,3 +388,68 @@ def test_join_flags():
         join_flags(parts, out[:5])
     with pytest.raises(TypeError, match="out"):
         join_flags(parts, out.astype(np.int64))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_step_with_invalid_gradients_changes_nothing_whoever_asks_for_it(asked):
+    """The flags reach the optimizer when gradients are unscaled, so forgetting to ask costs no model."""
+    model, optimizer, scaler = pair("float16", init_scale=256.0)
+    scaler.step(optimizer, loss_of(model, 0))
+    before = everything(model, optimizer)
+    model.poison = {1: np.nan}
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.unscale(optimizer)
+    if asked:
+        assert not scaler.adjust_scale_factor()
+    optimizer.step()
+    for a, b in zip(before, everything(model, optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if not asked:
+        assert not scaler.adjust_scale_factor()
+    model.poison = {}
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    assert all((a != b).any() for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+def test_zero_grad_forgets_what_unscale_said():
+    model, optimizer, scaler = pair("float32", init_scale=256.0)
+    twin, other, _ = pair("float32")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale(optimizer)
+    assert scaler.adjust_scale_factor()
+    model.discard_statistics()
+    for m, o in ((model, optimizer), (twin, other)):
+        o.zero_grad()
+        loss_of(m, 1).backward()
+        o.step()
+    for a, b in zip(everything(model, optimizer), everything(twin, other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_one_scaler_for_models_of_different_arenas():
+    """The same names, but one arena here and two there."""
+    scaler = amp.DynamicScaler(8.0)
+    x, target = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32), np.array([0, 1, 2] * 2)
+    for precision in ("float32", "float16", "float32"):
+        options = {"precision": precision, "device": "cpu"}
+        model = nn.Sequential(nn.Linear(3, 3, bias=False, **options), nn.BatchNorm2D(3, **options))
+        scaler.step(optim.SGD(model, 0.1), F.cross_entropy(model(x), target))
+        assert scaler.is_invalid_array.tolist() == [0, 3, 0, 0, 0]
+    w = Tensor(np.ones(2), requires_grad=True)
+    scaler.scale(F.cross_entropy(F.linear(x[:, :2], Tensor(np.ones((3, 2), np.float32), True)), target))
+    scaler.unscale([w])
+    assert scaler.adjust_scale_factor()
+    scaler.step(optim.SGD(model, 0.1), F.cross_entropy(model(x), target))
+    assert scaler.is_invalid_array.tolist() == [0, 3, 0, 0, 0]
+
+
+def test_a_loaded_state_begins_a_new_step():
+    model, optimizer, scaler = pair("float32")
+    state = scaler.state_dict()
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale(optimizer)
+    scaler.load_state_dict(state)
+    optimizer.zero_grad()
+    scaler.step(optimizer, loss_of(model, 0))

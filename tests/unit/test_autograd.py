@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda.autograd import Function, GradTarget, Tensor, no_grad
 from flcuda.errors import FlcudaError
 from flcuda.parameters import Parameter
@@ -292,3 +292,35 @@ def test_operators(rng):
     np.testing.assert_array_equal(b.grad, np.full(3, -1.75))
     with pytest.raises(TypeError):
         a + 1.0
+
+
+def test_a_gradient_lives_no_longer_than_it_is_needed(rng, no_collector):
+    """Where two gradients were added, both are gone while the Function before works with their sum."""
+    made: list[weakref.ref] = []
+    alive = []
+
+    class Maker(Function):
+        def forward(self, x):
+            return x * 1
+
+        def backward(self, grad):
+            alive.append(sum(reference() is not None for reference in made))
+            result = grad * 1
+            made.append(weakref.ref(result))
+            return (result,)
+
+    y = Maker.apply(leaf(rng, 4))
+    F.add(Maker.apply(y), Maker.apply(y)).backward(np.ones(4))
+    assert alive == [0, 1, 0]
+
+
+def test_no_leaf_shares_its_gradient(rng):
+    a, b = leaf(rng, 4), leaf(rng, 4)
+    given = np.ones(4)
+    F.add(a, b).backward(given)
+    a.grad *= 0.5
+    np.testing.assert_array_equal(b.grad, 1.0)
+    np.testing.assert_array_equal(given, 1.0)
+    a.grad = None
+    a.backward(given)
+    assert a.grad is not given

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda import rng as philox
 from flcuda.autograd import Tensor, no_grad
 from flcuda.parameters import BatchNormState, Parameter

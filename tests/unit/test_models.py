@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flcuda import finder, models, nn
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
-from flcuda import nn
+from flcuda import functional as F
+from flcuda import nn, optim
 from flcuda.autograd import Tensor
 from flcuda.parameters import Parameter
 
@@ -282,6 +282,53 @@ def test_modules_in_a_list_are_an_error():
 
     with pytest.raises(TypeError, match=r"Lost\.layers: .*Sequential"):
         list(Lost().named_parameters())
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+@pytest.mark.parametrize("part", ["module", "parameter"])
+def test_modules_and_parameters_in_containers_are_an_error(kind, part):
+    value = nn.ReLU() if part == "module" else Parameter(np.ones(2), **CPU)
+    model = nn.Sequential(nn.ReLU())
+    model.lost = {"a": value} if kind is dict else kind([value])
+    with pytest.raises(TypeError, match=rf"Sequential\.lost: .* in a {kind.__name__}"):
+        list(model.named_parameters())
+    model.lost = {"a": 1} if kind is dict else kind([1])
+    assert list(model.named_parameters()) == []
+
+
+def test_loading_a_part_keeps_the_pending_statistics_of_the_rest(rng):
+    model = nn.Sequential(nn.BatchNorm2D(3, **CPU), nn.BatchNorm2D(3, **CPU))
+    assert len(model.statistics) == 1
+    model(rng.standard_normal((4, 3, 2, 2)).astype(np.float32) + 3)
+    model[0].load_state_dict(nn.BatchNorm2D(3, **CPU).state_dict())
+    model.eval()
+    assert model[0].bn.num_batches_tracked.tolist() == [0]
+    assert model[1].bn.num_batches_tracked.tolist() == [1]
+    assert not model[0].bn.running_mean.any()
+    assert model[1].bn.running_mean.all()
+
+
+def test_a_batch_norm_uses_the_parameters_that_it_is_given(rng):
+    first, second = nn.BatchNorm2D(3, **CPU), nn.BatchNorm2D(3, **CPU)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    assert len(list(model.parameters())) == 3
+    first.weight.write(np.full(3, 2.0))
+    x = rng.standard_normal((64, 3)).astype(np.float32)
+    np.testing.assert_allclose(model(x).data.std(0), 2.0, rtol=1e-3)
+    optimizer = optim.SGD(model, 0.1)
+    F.cross_entropy(model(x), np.zeros(64, np.int64)).backward()
+    before = second.bias.values()
+    optimizer.step()
+    assert (second.bias.values() != before).all()
+
+
+def test_frozen_parameters_stay_frozen_in_a_copy():
+    model = nn.Linear(3, 2, **CPU)
+    model.bias.requires_grad = False
+    twin = copy.deepcopy(model)
+    assert twin.weight.requires_grad
+    assert not twin.bias.requires_grad
 
 
 @pytest.mark.parametrize("precision", list(nn.PRECISIONS))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda import nn, optim
 from flcuda.errors import FlcudaError
 from flcuda.parameters import Parameter
@@ -243,3 +243,49 @@ def test_an_optimizer_whose_model_moved_away_says_so(rng):
     backward(model, rng)
     with pytest.raises(FlcudaError, match="make the optimizer last"):
         optimizer.step()
+
+
+def test_a_frozen_parameter_stays_as_it_is(rng):
+    model = network()
+    model[0].weight.requires_grad = False
+    optimizer = optim.SGD(model, 0.1, momentum=0.9, weight_decay=0.1)
+    before = [p.values() for p in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, rng)
+        optimizer.step()
+    changed = [(p.values() != b).any() for p, b in zip(model.parameters(), before, strict=True)]
+    assert changed == [False] + [True] * (len(changed) - 1)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_an_assigned_gradient_is_the_one_that_counts(rng, precision):
+    """Clipping by assignment, as with PyTorch."""
+    runs = []
+    seeds = rng.integers(0, 1 << 30, 2)
+    for assigned in (True, False):
+        model = network(precision)
+        optimizer = optim.SGD(model, 0.5)
+        for p in model.parameters():
+            p.write(p.values() * 0.5)
+        for i, seed in enumerate(seeds):
+            backward(model, np.random.default_rng(seed))
+            for p in model.parameters():
+                if i == 0 and assigned:
+                    p.grad = p.grad * p.dtype.type(0.25)
+                elif i == 0:
+                    p.grad *= p.dtype.type(0.25)
+        optimizer.step()
+        assert all(p.grad is p.buffer for p in model.parameters())
+        runs.append([p.values() for p in model.parameters()])
+    for assigned, in_place in zip(*runs, strict=True):
+        np.testing.assert_array_equal(assigned, in_place)
+
+
+def test_a_velocity_of_no_numbers_changes_nothing(rng):
+    optimizer = optim.SGD(network(), 0.1, momentum=0.9)
+    state = optimizer.state_dict()
+    state["velocity"]["3.bias"] = np.array(list("abcd"))
+    with pytest.raises(TypeError, match=r"velocity 3\.bias: dtype str"):
+        optimizer.load_state_dict({**state, "lr": 5.0})
+    assert optimizer.lr == 0.1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flcuda import device as devices
-from flcuda import functional as F  # noqa: N812
+from flcuda import functional as F
 from flcuda import nn, optim
 from flcuda.autograd import Tensor
 from flcuda.parameters import Arena, BatchNormState, Parameter, Statistics, build_arenas, build_statistics

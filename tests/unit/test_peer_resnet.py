@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import torch_resnet  # noqa: E402
 
 from flcuda import finder, models, nn, optim  # noqa: E402
-from flcuda import functional as F  # noqa: E402, N812
+from flcuda import functional as F  # noqa: E402
 from flcuda.autograd import Tensor  # noqa: E402
 
 pytestmark = pytest.mark.peer
