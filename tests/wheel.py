@@ -1,4 +1,4 @@
-"""The wheel test: sdist, wheel from the sdist, a fresh environment outside the checkout, the same kernels, a command that works.
+"""The wheel test: the sdist, the wheel made from it, and a fresh environment outside the checkout in which it works.
 
 Run: python tests/wheel.py (needs the package `build`; takes about half a minute).
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted(path.name for pattern in ("*.cu", "*.cuh") for path in (ROOT / "kernels").glob(pattern))
+PROFILES = sorted(path.name for path in (ROOT / "flcuda" / "cudnn" / "profiles").glob("*.json"))
 PROBE = """
 import json, pathlib, sys
 import flcuda
@@ -22,6 +23,7 @@ import flcuda.cudnn
 folder = kernel_loader.kernel_dir()
 print(json.dumps({
     "package": str(pathlib.Path(flcuda.__file__).parent),
+    "profiles": sorted(p.name for p in (pathlib.Path(flcuda.__file__).parent / "cudnn" / "profiles").glob("*.json")),
     "typed": (pathlib.Path(flcuda.__file__).parent / "py.typed").is_file(),
     "kernels": sorted(p.name for pattern in ("*.cu", "*.cuh") for p in folder.glob(pattern)),
     "problem": str(ConvolutionProblem.parse("forward n2 c3 8x8 k4 3x3 p1 float32 nchw")),
@@ -33,9 +35,10 @@ print(json.dumps({
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(words)}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -54,6 +57,7 @@ def main() -> None:
         assert str(folder) in found["package"], f"imported from {found['package']}, not from the wheel"
         assert found["typed"], "py.typed is missing from the wheel"
         assert found["kernels"] == KERNELS, f"kernels in the wheel {found['kernels']}, in the checkout {KERNELS}"
+        assert found["profiles"] == PROFILES, f"profiles in the wheel {found['profiles']}, in the checkout {PROFILES}"
         assert found["problem"] == "forward n2 c3 8x8 k4 3x3 p1 s1 float32 nchw", found["problem"]
         assert found["functions"] >= 239, found["functions"]
         assert not found["cupy"], "importing flcuda imported CuPy"

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -23,16 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: by argparse, for `--help`, `--version` (0) and arguments that it refuses (2).
     """
-    parser = argparse.ArgumentParser(
-        prog="flcuda", description="Found cuDNN algorithms, and training on them; everything also runs on the CPU."
-    )
-    parser.add_argument("--version", action="version", version=f"flcuda {flcuda.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {name: importlib.import_module(f"flcuda.cli.{name}") for name in _COMMANDS}
-    for module in modules.values():
-        module.configure(subparsers)
-    args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file's name that the terminal cannot show is no reason to stop.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        parser = argparse.ArgumentParser(
+            prog="flcuda", description="Found cuDNN algorithms, and training on them; everything also runs on the CPU."
+        )
+        parser.add_argument("--version", action="version", version=f"flcuda {flcuda.__version__}")
+        subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+        modules = {name: importlib.import_module(f"flcuda.cli.{name}") for name in _COMMANDS}
+        for module in modules.values():
+            module.configure(subparsers)
+        args = parser.parse_args(argv)
         return int(modules[args.command].run(args))
     except (FlcudaError, ValueError, TypeError, OSError) as error:
         print(f"flcuda: error: {error}", file=sys.stderr)

@@ -5,8 +5,8 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class Recipe:
         batch_size: images a step.
         lr: highest learning rate at this batch size; it grows with another batch size in proportion.
         weight_decay: of the optimizer.
-        warmup_epochs: epochs (or a part of one) in which the rate rises.
+        warmup_epochs: epochs (or a part of one) in which the rate rises; at most a quarter of the training.
         label_smoothing: of the training loss.
     """
 
@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
         _say(console, f"No GPU was found, training on the CPU ({devices.cuda_missing_reason()})")
     if device.kind == "cpu" and args.precision in _EMULATED:
         _say(console, f"Warning: {_EMULATED[args.precision]}.")
-    data = _open_data(args.data, device, args.seed)
-    with device.use():
-        return _train(args, data, device, console)
+    with warnings.catch_warnings(), device.use():
+        # Pillow's remarks on files that it reads all the same: odd EXIF, many pixels.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        return _train(args, _open_data(args.data, device, args.seed), device, console)
 
 
 def _train(args: argparse.Namespace, data: "ImageData", device: "Device", console: "Console") -> int:
@@ -128,7 +129,9 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
         device=device,
         seed=args.seed,
     )
-    steps = len(data.train) // batch_size
+    steps = epochs * (len(data.train) // batch_size)
+    # At most a quarter, so that a single epoch has a fall as well.
+    warmup = min(round(recipe.warmup_epochs * steps / epochs), steps // 4)
     optimizer = optim.SGD(model, lr=lr, momentum=0.9, nesterov=True, weight_decay=recipe.weight_decay)
     trainer = Trainer(
         model,
@@ -136,7 +139,7 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
         data.train,
         data.test,
         batch_size=batch_size,
-        schedule=WarmupCosine(lr, epochs * steps, min(epochs * steps, round(recipe.warmup_epochs * steps))),
+        schedule=WarmupCosine(lr, steps, warmup),
         scaler=DynamicScaler() if args.precision == "float16" else None,
         label_smoothing=recipe.label_smoothing,
         seed=args.seed,
@@ -166,8 +169,8 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
         f"{data.name}: {len(data.train):,} training and {len(data.test):,} test images of "
         f"{'x'.join(map(str, data.image_shape))}, {len(data.classes)} classes"
         + (f"; {data.note}" if data.note else "")
-        + f"\n{epochs} epochs, batch size {batch_size}, learning rate {lr:g} (warm-up, then cosine), "
-        f"weight decay {recipe.weight_decay:g}, seed {args.seed}\n"
+        + f"\n{epochs} epoch{'s' if epochs > 1 else ''}, batch size {batch_size}, "
+        f"learning rate {lr:g} (warm-up, then cosine), weight decay {recipe.weight_decay:g}, seed {args.seed}\n"
         "The first steps take longer where a shape is new: its algorithms are measured once, and the choice is kept.",
     )
     start = time.perf_counter()
@@ -196,12 +199,14 @@ def _open_data(spec: str, device: "Device", seed: int) -> "ImageData":
     from flcuda import data
 
     name, colon, rest = spec.partition(":")
+    # A shell leaves the tilde of folder:~/images alone.
+    folder = Path(rest).expanduser()
     if name == "digits" and not colon:
         return data.digits(seed)
     if name == "fashion-mnist":
-        return data.fashion_mnist(Path(rest), seed) if rest else data.fashion_mnist(seed=seed)
+        return data.fashion_mnist(folder, seed) if rest else data.fashion_mnist(seed=seed)
     if name == "folder" and rest:
-        return data.image_folder(Path(rest), seed)
+        return data.image_folder(folder, seed)
     if name == "synthetic":
         if rest and not (rest.isdecimal() and int(rest)):
             raise ValueError(f"--data synthetic:N needs a whole number of at least 1, not {rest!r}")
@@ -256,13 +261,14 @@ class _Bar:
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=None),
-            progress.MofNCompleteColumn(),
+            progress.TaskProgressColumn(),
             progress.TextColumn("{task.fields[figures]}"),
             progress.TimeRemainingColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task(f"epoch 1/{epochs}", total=None, figures="")
+        # Until the first report, which comes after the first step.
+        self._task = self._progress.add_task(f"epoch 1/{epochs}", total=None, figures="finding algorithms")
 
     def __enter__(self) -> "_Bar":
         self._progress.start()
@@ -274,7 +280,7 @@ class _Bar:
     def report(self, report: "Report") -> None:
         """Moves the bar."""
         name = f"epoch {report.epoch}/{report.epochs}" + (" test" if report.phase == "test" else "")
-        figures = f"loss {report.loss:.4f} accuracy {report.accuracy:.4f} {report.images_per_second:,.0f} images/s"
+        figures = f"loss {report.loss:.4f} acc. {report.accuracy:.4f} {report.images_per_second:,.0f} images/s"
         self._progress.update(
             self._task, description=name, completed=report.done, total=report.images, figures=figures, refresh=True
         )
@@ -364,16 +370,19 @@ def _write(target: str, text: str) -> None:
     if target == _STDOUT:
         print(text, end="")
         return
-    path = Path(target).absolute()
+    path = Path(target)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        # A link or a device (/dev/null, /dev/stdout) is written to, never replaced.
+        path.write_text(text)
+        return
     # Whole or not at all.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(text)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _positive_int(text: str) -> int:

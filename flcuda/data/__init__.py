@@ -16,7 +16,7 @@ from flcuda.data.dataset import (
     read_idx,
     synthetic,
 )
-from flcuda.data.images import ImageFolder, decode, image_folder, resize_shorter_side
+from flcuda.data.images import ImageFolder, decode, image_folder
 from flcuda.data.transforms import (
     Compose,
     Draws,
@@ -51,6 +51,5 @@ __all__ = [
     "image_data",
     "image_folder",
     "read_idx",
-    "resize_shorter_side",
     "synthetic",
 ]

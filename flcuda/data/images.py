@@ -48,16 +48,6 @@ def decode(source: Path | bytes, channels: int = 3) -> NDArray[np.uint8]:
     return np.array(image).reshape(image.height, image.width, channels)
 
 
-def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
-    """Returns the image resized (bilinear, with antialiasing) so that its shorter side has `side` pixels."""
-    width, height = image.size
-    if min(width, height) == side:
-        return image
-    scale = side / min(width, height)
-    size = (max(side, round(width * scale)), max(side, round(height * scale)))
-    return image.resize(size, Image.Resampling.BILINEAR)
-
-
 class ImageFolder:
     """Image files with labels, resized by the shorter side and cropped to one size.
 
@@ -111,17 +101,25 @@ class ImageFolder:
         for place, index in enumerate(indices):
             image = _open(self.files[index], self.channels)
             if draws is None:
-                image = resize_shorter_side(image, low)
-                left, top = ((length - self.size) // 2 for length in image.size)
+                width, height = _resized(image, low)
+                left, top = (width - self.size) // 2, (height - self.size) // 2
             else:
                 side, across, down, mirror = draws[place]
-                image = resize_shorter_side(image, low + int(side * (high - low + 1)))
-                left = int(across * (image.width - self.size + 1))
-                top = int(down * (image.height - self.size + 1))
-                if mirror < 0.5:
-                    image = ImageOps.mirror(image)
-            cropped = image.crop((left, top, left + self.size, top + self.size))
+                width, height = _resized(image, low + int(side * (high - low + 1)))
+                left = int(across * (width - self.size + 1))
+                top = int(down * (height - self.size + 1))
+            # Resized and cropped at once: most pixels of the resized image are never computed, and a long thin image
+            # does not become a huge one.
+            box = (
+                left * image.width / width,
+                top * image.height / height,
+                (left + self.size) * image.width / width,
+                (top + self.size) * image.height / height,
+            )
+            cropped = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
             pixels = np.asarray(cropped).reshape(self.size, self.size, self.channels)
+            if draws is not None and mirror < 0.5:
+                pixels = pixels[:, ::-1]
             images[place] = pixels.transpose(2, 0, 1)
         return images, self.labels[indices]
 
@@ -147,19 +145,17 @@ def image_folder(path: Path | str, seed: int = 0) -> ImageData:
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is not a folder")
     if (path / "train").is_dir() and (path / "val").is_dir():
-        classes = _class_names(path / "train")
-        test_classes = tuple(sorted(entry.name for entry in (path / "val").iterdir() if entry.is_dir()))
-        if not test_classes:
-            raise ValueError(f"{path / 'val'}: no sub-folders: expected one a class")
+        classes = _class_names(path / "train", 2)
+        test_classes = _class_names(path / "val", 1)
         unknown = sorted(set(test_classes) - set(classes))
         if unknown:
             raise ValueError(f"{path / 'val' / unknown[0]}: no such class in {path / 'train'}")
         train = _class_files(path / "train", classes)
-        test_files, _ = _class_files(path / "val", test_classes)
-        test = (test_files, np.array([classes.index(file.parent.name) for file in test_files], np.int64))
+        test_files, test_labels = _class_files(path / "val", test_classes)
+        test = (test_files, np.array([classes.index(name) for name in test_classes], np.int64)[test_labels])
         note = "train and val are the folders of these names"
     else:
-        classes = _class_names(path)
+        classes = _class_names(path, 2)
         files, labels = _class_files(path, classes)
         train_places, test_places = _split(labels, classes, path)
         train = ([files[place] for place in train_places], labels[train_places])
@@ -202,8 +198,17 @@ def _open(source: Path | bytes, channels: int) -> Image.Image:
             image = ImageOps.exif_transpose(opened)
             return _converted(image, "RGB" if channels == 3 else "L")
     except _DECODER_ERRORS as error:
-        message = "not a JPEG or PNG image" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise ValueError(f"{name} cannot be decoded: {message}") from error
+        raise ValueError(f"{name} cannot be decoded: {_reason(error)}") from error
+
+
+def _resized(image: Image.Image, side: int) -> tuple[int, int]:
+    """Returns the size that the image would have if its shorter side had `side` pixels."""
+    scale = side / min(image.size)
+    return max(side, round(image.width * scale)), max(side, round(image.height * scale))
+
+
+def _reason(error: Exception) -> str:
+    return "not a JPEG or PNG image" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:
@@ -217,10 +222,10 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _class_names(folder: Path) -> tuple[str, ...]:
+def _class_names(folder: Path, least: int) -> tuple[str, ...]:
     names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
-    if len(names) < 2:
-        raise ValueError(f"{folder}: {len(names)} sub-folders: expected one a class, and at least two classes")
+    if len(names) < least:
+        raise ValueError(f"{folder}: {len(names)} sub-folders: expected one a class, and at least {least}")
     return names
 
 
@@ -234,7 +239,7 @@ def _class_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], NDAr
             if entry.suffix.lower() in IMAGE_SUFFIXES and not entry.name.startswith(".") and entry.is_file()
         )
         if not found:
-            raise ValueError(f"{folder / name}: no JPEG or PNG files ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(f"{folder / name}: no JPEG or PNG files ({', '.join(IMAGE_SUFFIXES)}) right in it")
         files.extend(found)
         labels.extend([label] * len(found))
     return files, np.array(labels, np.int64)
@@ -269,7 +274,6 @@ def _survey(files: Sequence[Path]) -> tuple[int, int]:
         except (FileNotFoundError, PermissionError):
             raise
         except _DECODER_ERRORS as error:
-            empty = not file.stat().st_size
-            message = "is empty" if empty else "cannot be decoded: not a JPEG or PNG image"
+            message = f"cannot be decoded: {_reason(error)}" if file.stat().st_size else "is empty"
             raise ValueError(f"{file} {message}") from error
     return int(np.median(sides)), 1 if grey else 3

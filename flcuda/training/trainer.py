@@ -15,7 +15,6 @@ from flcuda.amp import DynamicScaler
 from flcuda.autograd import Tensor, no_grad
 from flcuda.data import Dataset, batch_indices, fetch
 from flcuda.errors import FlcudaError
-from flcuda.ops import loss as loss_ops
 from flcuda.optim import SGD
 from flcuda.training.meters import Meter
 
@@ -89,7 +88,7 @@ class Trainer:
         train: samples (image, label), images float32 (C, H, W), labels integers.
         test: likewise; None: nothing is tested.
         batch_size: images a step, at most the number of training images.
-        schedule: learning rate of a step, counted from 0; None leaves the optimizer's.
+        schedule: learning rate of a step, counted from 0 over all epochs; None leaves the optimizer's.
         scaler: of the loss; None: the loss is not scaled.
         label_smoothing: of the training loss, 0 to 1.
         seed: of the order.
@@ -97,11 +96,11 @@ class Trainer:
 
     Attributes:
         history: the finished epochs.
-        step: finished steps.
+        step: finished steps, those of interrupted epochs included.
         last_report: the newest report of all, for who was interrupted.
 
     Raises:
-        ValueError: an empty data set, a batch size below 1.
+        ValueError: an empty data set, a batch size below 1, or an optimizer that leaves a parameter out.
     """
 
     def __init__(
@@ -123,6 +122,10 @@ class Trainer:
         for name, dataset in (("train", train), ("test", test)):
             if dataset is not None and not len(dataset):
                 raise ValueError(f"{name} has no samples")
+        updated = {id(p) for arena in optimizer.arenas for p in arena.parameters}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in updated:
+                raise ValueError(f"optimizer: does not update the model's {name!r}; make it last, of this model")
         self.model = model
         self.optimizer = optimizer
         self.train = train
@@ -136,8 +139,7 @@ class Trainer:
         self.history: list[EpochResult] = []
         self.step = 0
         self.last_report: Report | None = None
-        weights = next(iter(model.parameters())).data
-        self.device = devices.device_of(weights)
+        self.device = optimizer.device
 
     @property
     def steps_per_epoch(self) -> int:
@@ -152,6 +154,8 @@ class Trainer:
         on_epoch: Callable[[EpochResult], None] | None = None,
     ) -> list[EpochResult]:
         """Trains on until `epochs` epochs are finished, those before this call included.
+
+        After an interruption another call goes on, and repeats the unfinished epoch.
 
         Args:
             epochs: to be finished in all.
@@ -169,7 +173,13 @@ class Trainer:
             raise ValueError(f"epochs must not be negative, not {epochs}")
         with self.device.use():
             while len(self.history) < epochs:
-                result = self._epoch(len(self.history), epochs, on_report)
+                try:
+                    result = self._epoch(len(self.history), epochs, on_report)
+                except BaseException:
+                    # An unfinished step leaves nothing behind.
+                    self.optimizer.zero_grad()
+                    self.model.discard_statistics()
+                    raise
                 self.history.append(result)
                 if on_epoch is not None:
                     on_epoch(result)
@@ -189,9 +199,10 @@ class Trainer:
         parts = batch_indices(len(self.train), self.batch_size, seed=self.seed, epoch=epoch, last="skip-last")
         reporter = _Reporter(self, "train", len(parts) * self.batch_size, epoch + 1, epochs, on_report)
         rate = math.nan
-        for part in parts:
+        for place, part in enumerate(parts):
             if self.schedule is not None:
-                rate = self.schedule(self.step)
+                # By the place in the training: an interrupted epoch is repeated whole, at its own rates.
+                rate = self.schedule(epoch * self.steps_per_epoch + place)
                 self.optimizer.lr = rate
             logits, target = self._forward(self.train, part, epoch)
             loss = functional.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
@@ -279,7 +290,7 @@ class _Reporter:
         self._time = time.perf_counter()
 
     def add(self, loss: Tensor, logits: Tensor, target: Any) -> None:
-        self.meter.add(loss.data, loss_ops.top1_count(logits.data, target), len(target))
+        self.meter.add(loss.data, functional.correct_count(logits, target), len(target))
         if time.perf_counter() - self._time >= self._trainer.report_interval:
             self.report()
 

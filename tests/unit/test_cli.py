@@ -1,5 +1,6 @@
 """The command itself: help, versions, errors and exit statuses."""
 
+import io
 import subprocess
 import sys
 import types
@@ -73,6 +74,31 @@ def test_errors_become_one_line_and_their_notes(
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(monkeypatch, KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "flcuda: interrupted\n"
+
+
+def test_interrupted_while_the_commands_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "flcuda: interrupted\n"
+
+
+def test_names_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    def run(args: object) -> int:
+        print("Bücher, \udcff")
+        return 0
+
+    monkeypatch.setattr(train, "run", run)
+    assert cli.main(["train", "--data", "digits"]) == 0
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"B\\xfccher, \\udcff\n"
 
 
 def test_our_own_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

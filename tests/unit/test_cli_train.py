@@ -1,7 +1,9 @@
 """`flcuda train` on the CPU device, from end to end on small data."""
 
 import gzip
+import io
 import json
+import os
 import re
 import struct
 import time
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from flcuda import cli, data, device, training
 from flcuda.cli import train
@@ -80,15 +83,62 @@ def test_json_file_and_precision(fashion: Path, tmp_path: Path, capsys: pytest.C
     assert [path.name for path in target.parent.iterdir()] == ["summary.json"]
 
 
-def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_goes_through_links_and_devices_and_has_the_usual_rights(tmp_path: Path) -> None:
+    plain, link, device_file = tmp_path / "plain", tmp_path / "link", tmp_path / "device"
+    link.symlink_to(tmp_path / "target")
+    os.mkfifo(device_file)
+    reader = os.open(device_file, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (plain, link, device_file):
+        train._write(str(path), "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert device_file.is_fifo()
+    assert link.is_symlink()
+    assert link.read_text() == plain.read_text() == "text"
+    expected = tmp_path / "expected"
+    expected.write_text("")
+    assert plain.stat().st_mode == expected.stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["device", "expected", "link", "plain", "target"]
+
+
+def make_folder(path: Path) -> None:
     for name, shade in (("dark", 40), ("light", 200)):
-        (tmp_path / name).mkdir()
+        (path / name).mkdir(parents=True)
         for number in range(5):
             pixels = np.full((8 + number, 12, 3), shade + number, np.uint8)
-            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
-    assert cli.main(command("--data", f"folder:{tmp_path}")) == 0
+            Image.fromarray(pixels).save(path / name / f"{number}.png")
+
+
+def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "Bilder [ü]"
+    make_folder(path)
+    assert cli.main(command("--data", f"folder:{path}")) == 0
     text = capsys.readouterr().out
-    assert f"folder:{tmp_path}: 8 training and 2 test images of 3x10x10, 2 classes; no train and val folders" in text
+    assert f"folder:{path}: 8 training and 2 test images of 3x10x10, 2 classes; no train and val folders" in text
+    assert "\n1 epoch, batch size 4" in text
+
+
+def test_a_single_epoch_has_a_fall_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path / "images")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # Folders of small images warm up for two epochs unless the training is short.
+    assert cli.main(command("--data", "folder:~/images", "--lr", "0.01", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["history"][0]["lr"] == pytest.approx(0.005)
+
+
+def test_pillows_remarks_are_kept_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path)
+    exif = Image.Exif()
+    exif[0x112] = 6
+    odd = exif.tobytes()[:-6]
+    for name in ("dark", "light"):
+        Image.new("RGB", (9, 9)).save(tmp_path / name / "odd.jpg", exif=odd)
+    with pytest.warns(UserWarning, match="EXIF"):
+        data.decode(tmp_path / "dark" / "odd.jpg")
+    assert cli.main(command("--data", f"folder:{tmp_path}")) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_synthetic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +158,18 @@ def test_progress_bar_on_a_terminal(
     assert cli.main(command("--data", f"fashion-mnist:{fashion}")) == 0
     text = capsys.readouterr().out
     assert "epoch 1/1" in text
-    assert "images/s" in text
-    assert "epoch 1: train loss" in text
+    assert text.index("finding algorithms") < text.index("images/s") < text.index("epoch 1: train loss")
+
+
+def test_the_progress_bar_has_room_in_80_columns() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None, legacy_windows=False)
+    with train._Bar(console, 15) as bar:
+        bar.report(training.Report("test", 12, 15, 59_904, 60_000, 12.3456, 0.8123, 12345.0))
+    text = stream.getvalue()
+    assert "epoch 12/15 test ━" in text
+    assert "100% loss 12.3456 acc. 0.8123 12,345 images/s" in text
+    assert "…" not in text
 
 
 def test_interrupted(fashion: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,13 +119,6 @@ class TestDecode:
             data.decode(png, channels=4)
 
 
-def test_resize_shorter_side() -> None:
-    cases = {(400, 300): (341, 256), (300, 400): (256, 341), (256, 999): (256, 999), (10, 10): (256, 256)}
-    for size, expected in cases.items():
-        assert data.resize_shorter_side(Image.new("L", size), 256).size == expected
-    assert data.resize_shorter_side(Image.new("L", (5000, 3)), 2).size == (3333, 2)
-
-
 def make_folder(root: Path, counts: dict[str, int], size: tuple[int, int] = (20, 16), mode: str = "RGB") -> None:
     generator = np.random.default_rng(1)
     for place, (name, count) in enumerate(counts.items()):
@@ -169,6 +162,34 @@ class TestImageFolder:
         with pytest.raises(ValueError, match=r"val/d: no such class in .*train"):
             data.image_folder(tmp_path)
 
+    def test_hidden_folders_are_no_classes(self, tmp_path: Path) -> None:
+        for part in ("train", "val"):
+            make_folder(tmp_path / part, {"a": 3, "b": 4})
+            (tmp_path / part / ".ipynb_checkpoints").mkdir()
+        assert data.image_folder(tmp_path).classes == ("a", "b")
+
+    def test_odd_names_links_and_other_files(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"ä é [b]": 3, "b": 2})
+        folder = tmp_path / "b"
+        (folder / "gone.png").symlink_to(tmp_path / "nowhere.png")
+        (folder / "linked.png").symlink_to(folder / "000.png")
+        (folder / "folder.png").mkdir()
+        (folder / "deep").mkdir()
+        Image.new("RGB", (9, 9)).save(folder / "deep" / "1.png")
+        (tmp_path / "linked").symlink_to(folder)
+        split = data.image_folder(tmp_path)
+        assert split.classes == ("b", "linked", "ä é [b]")
+        assert len(split.train) + len(split.test) == 3 + 3 + 3
+
+    def test_too_many_pixels_are_called_that(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 2, "b": 2})
+        huge = tmp_path / "b" / "huge.png"
+        Image.new("1", (20_000, 9_000)).save(huge)
+        with pytest.raises(ValueError, match=r"huge.png cannot be decoded: Image size \(180000000 pixels\) exceeds"):
+            data.image_folder(tmp_path)
+        with pytest.raises(ValueError, match=r"huge.png cannot be decoded: Image size"):
+            data.decode(huge)
+
     def test_training_crops_by_seed_epoch_and_index(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 6, "b": 6}, size=(40, 30))
         split = data.image_folder(tmp_path, seed=3)
@@ -191,6 +212,28 @@ class TestImageFolder:
         assert labels == [4]
         with pytest.raises(IndexError, match="1 is out of range"):
             dataset[1]
+
+    @pytest.mark.parametrize("shape", [(300, 400), (400, 301), (256, 999), (7, 500), (1, 1), (129, 64), (641, 479)])
+    def test_the_window_is_that_of_the_resized_image(self, tmp_path: Path, shape: tuple[int, int]) -> None:
+        pixels = np.random.default_rng(1).integers(0, 256, (*shape, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        image.save(tmp_path / "x.png")
+        dataset = images_module.ImageFolder([tmp_path / "x.png"], np.array([0]), size=40, sides=(50, 50), train=False)
+        height, width = (max(50, round(length * 50 / min(shape))) for length in shape)
+        whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        top, left = (height - 40) // 2, (width - 40) // 2
+        expected = whole[top : top + 40, left : left + 40].transpose(2, 0, 1).astype(int)
+        assert abs(dataset[0][0] - expected).max() <= 1
+        random = images_module.ImageFolder([tmp_path / "x.png"] * 50, np.zeros(50), size=40, sides=(40, 60), train=True)
+        assert random.batch(np.arange(50), 1)[0].shape == (50, 3, 40, 40)
+
+    def test_a_long_thin_image_needs_little_memory(self, tmp_path: Path) -> None:
+        Image.new("RGB", (30_000, 1)).save(tmp_path / "thin.png")
+        dataset = images_module.ImageFolder(
+            [tmp_path / "thin.png"], np.array([0]), size=224, sides=(480, 480), train=False
+        )
+        # Resized whole it would have 6.9 Gpixel: 20 GB.
+        assert dataset[0][0].shape == (3, 224, 224)
 
     def test_photographs_are_served_at_224(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 2, "b": 2}, size=(150, 120))

@@ -60,6 +60,10 @@ def make_trainer(
     return Trainer(model, optimizer, train, test, **{"batch_size": 16, **options})
 
 
+def raise_interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 class TestMeter:
     def test_weighted_by_images(self, rng: np.random.Generator) -> None:
         meter = Meter()
@@ -123,6 +127,52 @@ class TestTraining:
         assert history[-1].train_loss < history[0].train_loss
         assert [result.epoch for result in history] == [1, 2, 3, 4]
         assert trainer.step == 40
+
+    def test_an_optimizer_that_leaves_a_parameter_out(self, rng: np.random.Generator) -> None:
+        model = small_model()
+        optimizer = optim.SGD(model, lr=0.1)
+        Trainer(model, optimizer, blobs(rng, 4), batch_size=4)
+        # A new head, as for another number of classes.
+        setattr(model, "4", nn.Linear(128, 5, device="cpu", seed=2))
+        with pytest.raises(ValueError, match=r"optimizer: does not update the model's '4\.weight'"):
+            Trainer(model, optimizer, blobs(rng, 4), batch_size=4)
+        for parameter in model[4].parameters():
+            parameter.requires_grad = False
+        Trainer(model, optimizer, blobs(rng, 4), batch_size=4)
+
+    @pytest.mark.parametrize("precision", ["float32", "float16"])
+    def test_an_interrupted_step_leaves_nothing_behind(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, precision: str
+    ) -> None:
+        dataset = blobs(rng, 48)
+        states = []
+        for interrupted in (False, True):
+            scaler = amp.DynamicScaler() if precision == "float16" else None
+            trainer = make_trainer(dataset, precision=precision, scaler=scaler)
+            if interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr(optim.SGD, "step", raise_interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        trainer.fit(1)
+            trainer.fit(1)
+            states.append(trainer.model.state_dict())
+        for name, value in states[0].items():
+            np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+
+    def test_rates_follow_the_place_in_the_training(self, rng: np.random.Generator) -> None:
+        asked: list[int] = []
+
+        def schedule(step: int) -> float:
+            asked.append(step)
+            return 0.01
+
+        trainer = make_trainer(blobs(rng, 48), schedule=schedule, report_interval=0.0)
+        trainer.fit(1)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(2, on_report=raise_interrupt)
+        trainer.fit(2)
+        assert asked == [0, 1, 2, 3, 3, 4, 5]
+        assert trainer.step == 7
 
     def test_order_is_the_permutation_of_seed_and_epoch(self, rng: np.random.Generator) -> None:
         recorder = Recorder(blobs(rng, 40))
