@@ -15,7 +15,7 @@ from rich.text import Text
 import flcuda
 from flcuda import device
 from flcuda.cudnn import library
-from flcuda.errors import FlcudaError, LibraryNotFoundError
+from flcuda.errors import DeviceNotFoundError, FlcudaError, LibraryNotFoundError
 
 CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz; CUDA 13 no longer has it among the properties.
 WITHOUT_GPU = (
@@ -32,7 +32,11 @@ def configure(subparsers: Any) -> None:
     """
     about = "show versions, the cuDNN in use and why it is that one, and the GPUs"
     parser = subparsers.add_parser("info", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print one JSON object")
+    what.add_argument(
+        "--profile", metavar="FILE", help="write this GPU's profile, with which cuDNN plans for it where it is not"
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,17 +44,59 @@ def run(args: argparse.Namespace) -> int:
     """Runs the sub-command.
 
     Args:
-        args: with ``json``.
+        args: with ``json`` and ``profile``.
 
     Returns:
         0; a part that is missing is a fact, not a failure.
+
+    Raises:
+        FlcudaError: with ``profile``: there is no GPU, or no cuDNN that gives profiles.
+        OSError: with ``profile``: the file cannot be written, or is another one already.
     """
+    if args.profile is not None:
+        print(write_profile(args.profile))
+        return 0
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         Console().print(_table(facts))
     return 0
+
+
+def write_profile(path: str) -> str:
+    """Writes the profile of the current GPU.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A line that says what was done.
+
+    Raises:
+        DeviceNotFoundError: there is no GPU.
+        FileExistsError: the file is there and is not the same profile.
+        FlcudaError: cuDNN is missing, or too old to give a profile.
+        OSError: the file cannot be written.
+    """
+    try:
+        device.resolve("cuda")
+    except DeviceNotFoundError as error:
+        error.add_note(f"A profile is read from the GPU of this machine. {_shipped_names()}")
+        raise
+    # Here, because the bindings take long to import.
+    from flcuda.cudnn import resources
+    from flcuda.cudnn.device_properties import DeviceProperties
+
+    with DeviceProperties.of_handle(resources.handle()) as found:
+        written = found.write_profile(path)
+        return f"The profile of {found.name} {'is written to' if written else 'is already in'} {path}"
+
+
+def _shipped_names() -> str:
+    from flcuda.cudnn.device_properties import profiles
+
+    return f"Shipped are those of: {', '.join(profiles())}"
 
 
 def collect() -> dict[str, Any]:
@@ -69,6 +115,7 @@ def collect() -> dict[str, Any]:
         "cuda": _guard(_cuda),
         "nvrtc": _guard(_nvrtc),
         "gpus": _guard(_gpus),
+        "profiles": _guard(_profiles),
     }
 
 
@@ -141,6 +188,18 @@ def _gpus() -> dict[str, Any]:
     return {"devices": found}
 
 
+def _profiles() -> dict[str, Any]:
+    from flcuda.cudnn.device_properties import profiles, read_profile
+
+    shipped = {name: read_profile(name) for name in profiles()}
+    return {
+        "shipped": [
+            {"name": name, "gpu": profile.name, "origin": profile.origin, "cudnn": profile.cudnn}
+            for name, profile in shipped.items()
+        ]
+    }
+
+
 # --- printing -------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +227,8 @@ def _table(facts: dict[str, Any]) -> Table:
     nvrtc = facts["nvrtc"]
     row("NVRTC", nvrtc.get("error") or f"{nvrtc['version']}, {', '.join(nvrtc['files'])}")
     _gpu_rows(facts, row)
+    shipped = facts["profiles"]
+    row("profiles", shipped.get("error") or ", ".join(profile["name"] for profile in shipped["shipped"]))
     return table
 
 
