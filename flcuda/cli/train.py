@@ -353,8 +353,8 @@ def _describe(device: "Device") -> str:
 
 
 def _say(console: "Console", text: str) -> None:
-    # Neither markup nor wrapping: names may hold brackets, and a log's lines stay whole.
-    console.print(text, markup=False, soft_wrap=True)
+    # No markup: names may hold brackets. A terminal gets lines broken between words, a log gets them whole.
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _check_writable(path: Path) -> None:
