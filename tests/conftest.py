@@ -1,5 +1,6 @@
 """Fixtures and the one rule by which a GPU test may be skipped."""
 
+import collections
 import os
 
 import hypothesis
@@ -22,23 +23,28 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"flcuda: seed {config.getoption('--seed')}, GPU {'found' if device.cuda_available() else 'none'}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says once a reason why tests were skipped, not once a test."""
+    reasons = collections.Counter(
+        report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.getreports("skipped")
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/gpu/" in str(item.path).replace(os.sep, "/"):
             item.add_marker(pytest.mark.gpu)
-    if device.cuda_available():
+    reason = device.cuda_missing_reason()
+    if reason is None:
         return
-    for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            if config.getoption("--require-gpu"):
-                item.add_marker(pytest.mark.usefixtures("no_gpu_is_a_failure"))
-            else:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device or driver here"))
-
-
-@pytest.fixture
-def no_gpu_is_a_failure() -> None:
-    pytest.fail("--require-gpu was given and there is no CUDA device or driver here")
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpu and config.getoption("--require-gpu"):
+        raise pytest.UsageError(f"--require-gpu: {len(on_gpu)} tests need a GPU, and there is none here: {reason}")
+    for item in on_gpu:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device or driver here"))
 
 
 @pytest.fixture
