@@ -1,24 +1,40 @@
-"""`flcuda find`: the candidates for a convolution, measured and ranked."""
+"""`flcuda find`: the candidates for a convolution, measured and ranked; or planned only, for a GPU that is not here."""
 
 import argparse
 import contextlib
+import io
+import json
+import os
 import re
+import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
+from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from flcuda import device as devices
+from flcuda.cudnn import library as libraries
+from flcuda.cudnn.device_properties import DeviceProperties
+from flcuda.cudnn.graph import NOTES
+from flcuda.errors import FlcudaError
 from flcuda.finder import search
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.sources import graph
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(" + "|".join(_UNITS) + ")")
 # a bar for a search that ends at once would only flicker
 _SHOW_AFTER_S = 1.0
+_WIDTH = 80
+_MB = 1e6
+_UNMEASURED = "Nothing was measured: this is cuDNN's own order. The legacy algorithms are not listed without a GPU."
 
 
 def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,7 +47,8 @@ def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "find",
         help="measure and rank every algorithm for a convolution",
         description="Measures every candidate for a convolution, prints them ranked and stores the best.",
-        epilog='Example: flcuda find "all n128 c64 56x56 k64 3x3 p1 float16 nhwc"',
+        epilog='Examples: flcuda find "all n128 c64 56x56 k64 3x3 p1 float16 nhwc"; on a machine with no GPU: '
+        'flcuda find --gpu h200 --plan-only "forward n128 c64 56x56 k64 3x3 p1 float16 nhwc"',
     )
     parser.add_argument(
         "problem",
@@ -44,6 +61,17 @@ def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--deterministic", action="store_true", help="only what gives the same bits in each run")
     parser.add_argument("--workspace-limit", type=_bytes, metavar="SIZE", help="largest workspace, such as 512MiB")
     parser.add_argument("--mode", choices=("find", "heuristic"), default="find", help="heuristic: do not measure")
+    parser.add_argument("--gpu", metavar="NAME|FILE", help="with --plan-only: the GPU, such as h200, or its profile")
+    parser.add_argument(
+        "--plan-only", action="store_true", help="list cuDNN's engines for a GPU that need not be here; nothing is run"
+    )
+    parser.add_argument(
+        "--cudnn",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="with --plan-only, given twice: compare what the cuDNN in each folder offers",
+    )
     parser.set_defaults(run=run)
 
 
@@ -57,10 +85,15 @@ def run(args: argparse.Namespace) -> int:
         The exit status: 0.
 
     Raises:
-        ValueError: the line is no Problem, or on the CPU nothing can be used.
-        FlcudaError: the device is not here, or on CUDA nothing can be used.
+        ValueError: the line is no Problem, options contradict each other, the GPU's name is unknown, or on the CPU
+            nothing can be used.
+        OSError: the GPU's profile cannot be read.
+        FlcudaError: the device, cuDNN or libcuda.so.1 is not here, or on CUDA nothing can be used.
     """
     problems = _problems(" ".join(args.problem))
+    _check_plan_options(args)
+    if args.plan_only:
+        return _compare(args, problems) if args.cudnn else _plan_only(args, problems)
     device = devices.resolve(args.device)
     if device.kind == "cpu":
         missing = devices.cuda_missing_reason() if args.device == "auto" else None
@@ -87,6 +120,218 @@ def _problems(line: str) -> list[ConvolutionProblem]:
         return [ConvolutionProblem.parse(line)]
     words.remove("all")
     return [ConvolutionProblem.parse(" ".join([direction, *words])) for direction in DIRECTIONS]
+
+
+# --- plans for a GPU that is not here -------------------------------------------------------------------------------
+
+
+def _check_plan_options(args: argparse.Namespace) -> None:
+    if args.gpu is None and args.plan_only:
+        raise ValueError("--plan-only needs --gpu: the name of a GPU, such as h200, or the file of its profile")
+    if args.gpu is not None and not args.plan_only:
+        raise ValueError(f"--gpu {args.gpu} needs --plan-only: on a GPU that is not here nothing can be measured")
+    if args.plan_only and args.device != "auto":
+        raise ValueError(f"--device {args.device} contradicts --plan-only, which runs on no device")
+    if args.cudnn and not args.plan_only:
+        raise ValueError("--cudnn needs --plan-only: it compares what two versions offer")
+    if args.cudnn and len(args.cudnn) != 2:
+        raise ValueError(f"--cudnn was given {len(args.cudnn)} times; give it twice, with the two folders to compare")
+
+
+def _plan_only(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> int:
+    """Lists the engines for each problem."""
+    policy = Policy(mode="heuristic", deterministic=args.deterministic, workspace_limit=args.workspace_limit)
+    reports = []
+    with DeviceProperties.from_profile(args.gpu) as properties:
+        for problem in problems:
+            reports.append(_planned(problem, policy, properties))
+            if not args.json:
+                if len(reports) > 1:
+                    print()
+                print(_plan_text(reports[-1]), flush=True)
+    if args.json:
+        print(json.dumps(reports[0] if len(problems) == 1 else reports, indent=2))
+    return 0
+
+
+def _planned(problem: ConvolutionProblem, policy: Policy, properties: DeviceProperties) -> dict[str, Any]:
+    """Gives what cuDNN offers as JSON values, in its own order; sizes in bytes."""
+    rows = []
+    for offer in graph.offers(problem, policy, properties=properties):
+        configuration = offer.configuration
+        rows.append(
+            {
+                "engine": configuration.engine_id,
+                "knobs": configuration.knobs,
+                "heuristic": configuration.mode,
+                "math": offer.candidate.math,
+                "notes": [*configuration.numerical_notes, *configuration.behavior_notes],
+                "workspace": None if offer.plan is None else offer.plan.workspace,
+                "deterministic": offer.candidate.deterministic,
+                "reason": offer.candidate.reason,
+            }
+        )
+    return {
+        "problem": str(problem),
+        "gpu": properties.name,
+        "gpu_profile": properties.origin,
+        "gpu_profile_filled": list(properties.filled),
+        "cudnn": libraries.load().version_text,
+        "measured": False,
+        "rows": rows,
+    }
+
+
+def _plan_text(report: dict[str, Any]) -> str:
+    """Puts what was planned into a table of at most 80 columns, and the notes and reasons below."""
+    usable = [row for row in report["rows"] if row["reason"] is None]
+    filled = report["gpu_profile_filled"]
+    profile = report["gpu_profile"] or "of unknown origin"
+    lines = [
+        report["problem"],
+        f"for {report['gpu']}, cuDNN {report['cudnn']}",
+        f"GPU profile: {profile}" + (f"; filled for this cuDNN: {', '.join(filled)}" if filled else ""),
+        _UNMEASURED,
+    ]
+    text = "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
+    if usable:
+        text += "\n" + _table(usable)
+    else:
+        text += "\nno engine can be used"
+    notes = {row["engine"]: row["notes"] for row in usable}
+    if notes:
+        text += "\nengines:"
+    for engine, words in notes.items():
+        meaning = "; ".join(NOTES.get(word, word) for word in words) or "cuDNN says nothing of it"
+        text += "\n" + textwrap.fill(f"  {engine}: {meaning}", _WIDTH, subsequent_indent="    ")
+    reasons: dict[str, dict[int, None]] = {}
+    for row in report["rows"]:
+        if row["reason"] is not None:
+            # What has a plan is refused for its workspace only, each for another one.
+            reason = row["reason"] if row["workspace"] is None else "workspace above the limit"
+            reasons.setdefault(reason, {})[row["engine"]] = None
+    if reasons:
+        text += "\nnot usable:"
+    for reason, engines in reasons.items():
+        names = ", ".join(str(engine) for engine in engines)
+        text += "\n" + textwrap.fill(f"  {names}: {reason}", _WIDTH, subsequent_indent="    ")
+    return text
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("#", justify="right")
+    table.add_column("engine", justify="right", no_wrap=True)
+    table.add_column("MB", justify="right", min_width=7, no_wrap=True)
+    table.add_column("det.", no_wrap=True)
+    table.add_column("knobs")
+    for rank, row in enumerate(rows, 1):
+        knobs = " ".join(f"{name}={value}" for name, value in row["knobs"].items())
+        table.add_row(
+            str(rank),
+            str(row["engine"]),
+            f"{row['workspace'] / _MB:.1f}",
+            "yes" if row["deterministic"] else "no",
+            knobs or "cuDNN chooses",
+        )
+    return _rendered(table)
+
+
+def _rendered(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH, force_terminal=False, color_system=None, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
+
+
+# --- comparing two versions -----------------------------------------------------------------------------------------
+
+
+def _compare(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> int:
+    """Lists what came, went or changed rank from one cuDNN to another."""
+    reports = []
+    for problem in problems:
+        before, after = (_planned_by(folder, problem, args) for folder in args.cudnn)
+        engines = _changes(before["rows"], after["rows"])
+        versions = [report["cudnn"] for report in (before, after)]
+        reports.append(
+            {"problem": str(problem), "gpu": after["gpu"], "cudnn": versions, "measured": False, "engines": engines}
+        )
+    if args.json:
+        print(json.dumps(reports[0] if len(problems) == 1 else reports, indent=2))
+    else:
+        print("\n\n".join(_comparison_text(report) for report in reports))
+    return 0
+
+
+def _planned_by(folder: str, problem: ConvolutionProblem, args: argparse.Namespace) -> dict[str, Any]:
+    """Plans in a child process, because a process can load one cuDNN only."""
+    words = [sys.executable, "-m", "flcuda", "find", "--gpu", args.gpu, "--plan-only", "--json", str(problem)]
+    if args.deterministic:
+        words.append("--deterministic")
+    if args.workspace_limit is not None:
+        words += ["--workspace-limit", str(args.workspace_limit)]
+    environment = {**os.environ, libraries.PATH_VARIABLE: folder}
+    child = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        raise FlcudaError(f"the cuDNN in {folder} cannot plan {problem}: {child.stderr.strip()}")
+    report: dict[str, Any] = json.loads(child.stdout)
+    return report
+
+
+def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives each engine's best rank, number of configurations and smallest workspace in both, by the later rank."""
+    sides = [_by_engine(before), _by_engine(after)]
+    changes = []
+    for engine in dict.fromkeys((*sides[1], *sides[0])):
+        old, new = (side.get(engine) for side in sides)
+        if old is None or new is None:
+            change = "came" if old is None else "went"
+        elif old["rank"] != new["rank"]:
+            change = "rank"
+        else:
+            change = "same" if old == new else "configurations"
+        changes.append({"engine": engine, "change": change, "before": old, "after": new})
+    return changes
+
+
+def _by_engine(rows: list[dict[str, Any]]) -> dict[int, dict[str, int]]:
+    engines: dict[int, dict[str, int]] = {}
+    usable = [row for row in rows if row["reason"] is None]
+    for rank, row in enumerate(usable, 1):
+        found = engines.setdefault(
+            row["engine"], {"rank": rank, "configurations": 0, "least_workspace": row["workspace"]}
+        )
+        found["configurations"] += 1
+        found["least_workspace"] = min(found["least_workspace"], row["workspace"])
+    return engines
+
+
+def _comparison_text(report: dict[str, Any]) -> str:
+    before, after = report["cudnn"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("\nengine", justify="right", no_wrap=True)
+    table.add_column("\nchange", no_wrap=True)
+    for version in (before, after):
+        table.add_column(f"{version}\nrank", justify="right", no_wrap=True)
+        table.add_column("\nplans", justify="right", no_wrap=True)
+        table.add_column("\nleast MB", justify="right", no_wrap=True)
+    for row in report["engines"]:
+        cells = []
+        for side in (row["before"], row["after"]):
+            if side is None:
+                cells += ["-", "-", "-"]
+            else:
+                least = f"{side['least_workspace'] / _MB:.1f}"
+                cells += [str(side["rank"]), str(side["configurations"]), least]
+        table.add_row(str(row["engine"]), row["change"], *cells)
+    lines = [
+        report["problem"],
+        f"for {report['gpu']}: cuDNN {before} and cuDNN {after}",
+        _UNMEASURED,
+        "An engine is compared by its number, which NVIDIA promises for no other version.",
+    ]
+    text = "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
+    return f"{text}\n{_rendered(table)}" if report["engines"] else f"{text}\nno engine can be used with either"
 
 
 def _bytes(text: str) -> int:

@@ -1,0 +1,401 @@
+"""Every engine of the graph API that is offered for a problem, run and compared with float64."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import flcuda
+from flcuda import device as devices
+from flcuda.errors import CudnnNotSupportedError
+from flcuda.finder.choice import Choice, Key
+from flcuda.finder.policy import Policy
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, output_shape
+from flcuda.finder.sources.graph import LIMIT, GraphSource
+from flcuda.finder.sources.reference import Columns
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "tf32": 1.5e-3, "float16": 3e-3, "bfloat16": 1.6e-2}
+BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+LINES = [
+    "n4 c16 14x14 k32 3x3 p1 float32 nchw",
+    "n4 c16 14x14 k32 5x5 p2 float32 nchw",
+    "n4 c16 14x14 k32 7x7 p3 s2 float32 nhwc",
+    "n4 c16 14x14 k32 3x3 p1 tf32 nhwc",
+    "n4 c16 14x14 k32 5x5 p2 tf32 nchw",
+    "n4 c16 14x14 k32 3x3 p1 float16 nhwc",
+    "n4 c16 14x14 k32 3x3 p1 float16 nchw",
+    "n4 c16 14x14 k32 3x3 p1 bfloat16 nhwc",
+    "n4 c16 14x14 k32 3x3 p1 float16 nhwc fma",
+    "n4 c16 14x14 k32 3x3 p1 float64 nchw",
+    # padding that differs, strides, dilation, 1x1
+    "n4 c16 14x13 k32 3x3 p1:2x0:1 float32 nchw",
+    "n4 c16 14x13 k32 3x3 p1:2x2:0 float16 nhwc",
+    "n4 c16 14x13 k32 3x3 p0:1 s2 bfloat16 nhwc",
+    "n4 c16 14x13 k32 3x2 p1 s2x1 d1x2 float32 nhwc",
+    "n4 c16 15x15 k32 3x3 p2 d2 float16 nhwc",
+    "n4 c16 14x14 k32 1x1 float16 nhwc",
+    "n4 c16 15x15 k32 1x1 s2 float32 nchw",
+    # channels that no vector fits
+    "n3 c3 17x15 k5 3x3 p1 float16 nhwc",
+    "n3 c3 17x15 k64 7x7 p3 s2 bfloat16 nhwc",
+    "n3 c1 17x15 k7 3x3 p1 tf32 nchw",
+    "n3 c13 17x15 k11 3x3 p1 float32 nchw",
+    # groups
+    "n3 c8 12x12 k12 3x3 p1 g4 float32 nchw",
+    "n3 c32 12x12 k64 3x3 p1 g2 float16 nhwc",
+    "n3 c16 12x12 k16 3x3 p1 g16 float16 nhwc",
+    "n3 c16 12x12 k16 3x3 p1 s2 g16 bfloat16 nchw",
+    # 1-D and 3-D
+    "n4 c16 50 k32 5 p2:1 s2 float32 nchw",
+    "n4 c16 50 k32 5 p2 d3 float16 nhwc",
+    "n2 c8 7x8x9 k16 3x3x3 p1 float32 nchw",
+    "n2 c8 7x8x9 k16 3x3x3 p1:0 s2x1x1 bfloat16 nhwc",
+    "n2 c8 7x8x9 k16 3x3x3 p1 tf32 nhwc",
+    # added to
+    "n4 c16 14x14 k32 3x3 p1 float32 nchw acc",
+    "n4 c16 14x14 k32 3x3 p1:2 float16 nhwc acc",
+    "n4 c16 14x14 k32 3x3 p1 bfloat16 nhwc acc",
+    "n4 c16 14x14 k32 3x3 p1 tf32 nhwc acc",
+    # strides and alignments of a part of a larger array
+    "n2 c8 12x10 k16 3x3 p1 float32 nchw xs:2000x200x14x1",
+    "n2 c8 12x10 k16 3x3 p1 float16 nhwc ys:9000x1x500x24",
+    "n2 c8 12x10 k16 3x3 p1 float32 nchw align:4",
+    "n2 c8 12x10 k16 3x3 p1 float16 nhwc align:2",
+]
+
+
+def bits(array):
+    return array.view(BITS[array.dtype.itemsize])
+
+
+def host(array):
+    """The numbers in float64; moved as bits, so that no conversion on the device is trusted."""
+    return devices.cupy().asnumpy(bits(array)).view(array.dtype).astype(np.float64)
+
+
+def fill(array, values):
+    bits(array)[...] = devices.cupy().asarray(bits(values.astype(array.dtype)))
+
+
+def exact(problem, arrays):
+    """The result and the sum of the magnitudes in float64."""
+    wide = ConvolutionProblem.create(
+        problem.direction,
+        problem.x_shape,
+        problem.w_shape,
+        dtype="float64",
+        padding=tuple(zip(problem.padding_before, problem.padding_after, strict=True)),
+        stride=problem.stride,
+        dilation=problem.dilation,
+        groups=problem.groups,
+    )
+    algo = "col2im" if problem.direction == "backward_data" else "im2col"
+    results = []
+    for of in (np.asarray, np.abs):
+        out = np.empty(wide.shape_of(wide.operands[2]))
+        Columns(wide, algo, 8 << 20)(*(of(host(arrays[name])) for name in problem.operands[:2]), out)
+        results.append(out)
+    return results
+
+
+def misaligned(problem, arrays):
+    """The operands moved so that they are aligned to what the problem says and to no more."""
+    moved = dict(arrays)
+    for name in problem.operands:
+        key = "out" if name == problem.operands[2] else name
+        array, alignment = arrays[key], problem.alignment_of(name)
+        extent = 1 + sum((size - 1) * step for size, step in zip(array.shape, problem.strides_of(name), strict=True))
+        item = array.dtype.itemsize
+        memory = devices.cupy().empty(extent + alignment // item, array.dtype)[alignment // item :]
+        moved[key] = devices.cupy().lib.stride_tricks.as_strided(memory, array.shape, array.strides)
+        bits(moved[key])[...] = bits(array)
+    return moved
+
+
+def runs_right(problem, seed=3):
+    """Runs every candidate, as offered and as restored, on poisoned outputs; returns how many ran."""
+    device = devices.resolve("cuda")
+    source = GraphSource()
+    first, second, out = problem.operands
+    key = Key.of(problem, Policy(), device, ("graph",))
+    with device.use():
+        arrays = problem.random_arrays(seed=seed, device=device)
+        if problem.alignment_of(out) < 16:
+            arrays = misaligned(problem, arrays)
+        before = host(arrays["out"])
+        wanted, scale = exact(problem, arrays)
+        if problem.accumulate:
+            wanted, scale = wanted + before, scale + np.abs(before)
+        found = list(source.candidates(problem, Policy(), device))
+        usable = [candidate for candidate in found if candidate.reason is None]
+        assert len({candidate.identity for candidate in found}) == len(found)
+        assert len(usable) <= LIMIT
+        ran = 0
+        for candidate in usable:
+            assert not (problem.math == "fma" and candidate.math != "fma")
+            again = source.restore(problem, Choice.of(key, candidate), device)
+            assert again == candidate
+            for each in (candidate, again):
+                fill(arrays["out"], before)
+                try:
+                    runner = each.build()
+                    runner(arrays[first], arrays[second], arrays["out"])
+                except CudnnNotSupportedError:
+                    continue
+                assert runner.workspace == candidate.workspace
+                error = np.abs(host(arrays["out"]) - wanted).max()
+                assert error <= TOLERANCE[problem.precision] * scale.max(), f"{candidate}: {error} of {scale.max()}"
+                ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", LINES)
+def test_every_candidate_is_right(line, direction):
+    assert runs_right(ConvolutionProblem.parse(f"{direction} {line}")) > 0
+
+
+@pytest.mark.parametrize("word", ["float16 nhwc", "bfloat16 nchw"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_16_bit_operands_with_a_float32_result(direction, word):
+    problem = ConvolutionProblem.parse(f"{direction} n4 c16 14x14 k32 3x3 p1 out:float32 {word}")
+    why_not = ""
+    ran = 0
+    try:
+        ran = runs_right(problem)
+    except CudnnNotSupportedError as error:
+        why_not = str(error)
+    assert ran > 0 or "no engine supports" in why_not
+
+
+def random_problem(rng):
+    """A problem of any kind, small enough for float64 on the CPU."""
+    while True:
+        rank = int(rng.choice([1, 2, 2, 2, 3]))
+        groups = int(rng.choice([1, 1, 1, 2, 4]))
+        channels = groups * int(rng.integers(1, 13))
+        filters = groups * int(rng.integers(1, 13))
+        size = tuple(int(n) for n in rng.integers(1, 15 if rank < 3 else 8, rank))
+        kernel = tuple(int(n) for n in rng.integers(1, 6, rank))
+        padding = [tuple(int(n) for n in rng.integers(0, 4, 2)) for _ in range(rank)]
+        stride = tuple(int(n) for n in rng.integers(1, 4, rank))
+        dilation = tuple(int(n) for n in rng.choice([1, 1, 2], rank))
+        x_shape = (int(rng.integers(1, 6)), channels, *size)
+        w_shape = (filters, channels // groups, *kernel)
+        try:
+            before, after = zip(*padding, strict=True)
+            output_shape(x_shape, w_shape, before, after, stride, dilation, groups)
+        except ValueError:
+            continue
+        return ConvolutionProblem.create(
+            str(rng.choice(DIRECTIONS)),
+            x_shape,
+            w_shape,
+            dtype=str(rng.choice(["float32", "tf32", "float16", "bfloat16", "float64"])),
+            layout=str(rng.choice(["nchw", "nhwc"])),
+            padding=padding,
+            stride=stride,
+            dilation=dilation,
+            groups=groups,
+            accumulate=bool(rng.choice([False, False, True])),
+        )
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_problems_with_small_whole_numbers_are_exact(rng, part):
+    """With a few small whole numbers every sum is exact in each dtype, so that one wrong element shows."""
+    device = devices.resolve("cuda")
+    rng = np.random.default_rng([part, int(rng.integers(1 << 30))])
+    ran = 0
+    for _ in range(10):
+        problem = random_problem(rng)
+        first, second, _ = problem.operands
+        with device.use():
+            arrays = problem.random_arrays(device=device)
+            for name in problem.operands[:2]:
+                values = rng.integers(-2, 3, arrays[name].shape) * (rng.random(arrays[name].shape) < 0.1)
+                fill(arrays[name], values.astype(np.float64))
+            before = np.full(arrays["out"].shape, np.nan)
+            wanted, scale = exact(problem, arrays)
+            if problem.accumulate:
+                before = rng.integers(-2, 3, before.shape).astype(np.float64)
+                wanted = wanted + before
+            assert scale.max() < 120
+            try:
+                found = list(GraphSource().candidates(problem, Policy(), device))
+            except CudnnNotSupportedError:
+                continue
+            for candidate in found:
+                if candidate.reason is not None:
+                    continue
+                fill(arrays["out"], before)
+                try:
+                    candidate.build()(arrays[first], arrays[second], arrays["out"])
+                except CudnnNotSupportedError:
+                    continue
+                # Winograd and Fourier transforms are not exact, only close.
+                np.testing.assert_allclose(host(arrays["out"]), wanted, rtol=0, atol=0.05, err_msg=f"{candidate}")
+                ran += 1
+    assert ran > 0
+
+
+def test_capture_and_replay():
+    device = devices.resolve("cuda")
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n8 c64 14x14 k64 3x3 p1 tf32 nchw")
+    first, second, _ = problem.operands
+    with device.use():
+        arrays = problem.random_arrays(seed=5, device=device)
+        usable = [c for c in GraphSource().candidates(problem, Policy(), device) if c.reason is None]
+        assert any(candidate.workspace for candidate in usable)
+        for candidate in usable:
+            runner = candidate.build()
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                runner(arrays[first], arrays[second], arrays["out"])
+                stream.synchronize()
+                direct = host(arrays["out"])
+                stream.begin_capture()
+                runner(arrays[first], arrays[second], arrays["out"])
+                graph = stream.end_capture()
+                for factor in (1, 2):
+                    arrays["out"].fill(np.nan)
+                    arrays[first] *= factor
+                    graph.launch(stream)
+                    stream.synchronize()
+                    np.testing.assert_allclose(host(arrays["out"]), factor * direct, rtol=2e-3, atol=2e-3)
+                arrays[first] /= 2
+                stream.synchronize()
+
+
+def test_the_current_stream_is_used():
+    device = devices.resolve("cuda")
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
+    with device.use():
+        arrays = problem.random_arrays(seed=6, device=device)
+        runner = next(c for c in GraphSource().candidates(problem, Policy(), device) if c.reason is None).build()
+        wanted, scale = exact(problem, arrays)
+        for _ in range(3):
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                arrays["out"].fill(np.nan)
+                runner(arrays["x"], arrays["w"], arrays["out"])
+                stream.synchronize()
+                assert np.abs(host(arrays["out"]) - wanted).max() <= TOLERANCE["float16"] * scale.max()
+
+
+def test_threads_build_and_run_at_the_same_time():
+    device = devices.resolve("cuda")
+    cupy = devices.cupy()
+    problems = [ConvolutionProblem.parse(f"{name} n4 c16 14x14 k32 3x3 p1 float16 nhwc") for name in DIRECTIONS]
+    failures = []
+
+    def work(seed):
+        try:
+            with device.use(), cupy.cuda.Stream(non_blocking=True):
+                for problem in problems:
+                    assert runs_right(problem, seed=seed) > 0
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_a_candidate_of_another_thread_builds_a_runner_of_this_one():
+    device = devices.resolve("cuda")
+    problem = ConvolutionProblem.parse("forward n4 c16 14x14 k32 3x3 p1 float16 nhwc")
+    found = []
+
+    def search():
+        with device.use():
+            found.extend(GraphSource().candidates(problem, Policy(), device))
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    thread.join()
+    arrays = problem.random_arrays(seed=7, device=device)
+    wanted, scale = exact(problem, arrays)
+    with device.use():
+        for candidate in found:
+            runner = candidate.build()
+            runner(arrays["x"], arrays["w"], arrays["out"])
+            assert np.abs(host(arrays["out"]) - wanted).max() <= TOLERANCE["float16"] * scale.max()
+
+
+@pytest.mark.parametrize("word", ["float32 nchw", "float16 nhwc"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_deterministic_candidates_repeat_their_bits(direction, word):
+    device = devices.resolve("cuda")
+    problem = ConvolutionProblem.parse(f"{direction} n8 c32 28x28 k32 3x3 p1 {word}")
+    first, second, _ = problem.operands
+    with device.use():
+        arrays = problem.random_arrays(seed=4, device=device)
+        usable = [
+            candidate
+            for candidate in GraphSource().candidates(problem, Policy(deterministic=True), device)
+            if candidate.reason is None
+        ]
+        assert usable
+        assert all(candidate.deterministic for candidate in usable)
+        for candidate in usable:
+            runner = candidate.build()
+            runner(arrays[first], arrays[second], arrays["out"])
+            once = host(arrays["out"])
+            for _ in range(5):
+                arrays["out"].fill(np.nan)
+                runner(arrays[first], arrays[second], arrays["out"])
+                np.testing.assert_array_equal(host(arrays["out"]), once)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_workspace_limit(direction):
+    device = devices.resolve("cuda")
+    problem = ConvolutionProblem.parse(f"{direction} n16 c64 28x28 k64 3x3 p1 tf32 nchw")
+    with device.use():
+        for limit in (0, 1 << 20):
+            usable = [
+                candidate
+                for candidate in GraphSource().candidates(problem, Policy(workspace_limit=limit), device)
+                if candidate.reason is None
+            ]
+            assert all(candidate.workspace <= limit for candidate in usable)
+
+
+def test_find_measures_them():
+    problem = flcuda.Problem.parse("forward n32 c64 28x28 k64 3x3 p1 float16 nhwc")
+    report = flcuda.find(problem, device="cuda", sources=["graph"])
+    assert report.best.source == "graph"
+    assert report.best.median_ms > 0
+    assert len(report.usable) > 1
+    arrays = problem.random_arrays(seed=8, device="cuda")
+    wanted, scale = exact(problem, arrays)
+    out = report.rows[0].plan()(arrays["x"], arrays["w"])
+    assert np.abs(host(out) - wanted).max() <= TOLERANCE["float16"] * scale.max()
+
+
+def test_more_than_2_to_the_31_elements():
+    device = devices.resolve("cuda")
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n33000 c64 32x32 k8 3x3 p1 float16 nhwc")
+    assert problem.x_shape[0] * problem.x_strides[0] > 2**31
+    with device.use():
+        small = ConvolutionProblem.parse("forward n4 c64 32x32 k8 3x3 p1 float16 nhwc")
+        few = small.random_arrays(seed=9, device=device)
+        wanted, scale = exact(small, few)
+        x, y = problem.empty("x", device), problem.empty("y", device)
+        x.fill(0)
+        x[-4:] = few["x"]
+        usable = [c for c in GraphSource().candidates(problem, Policy(), device) if c.reason is None]
+        assert usable
+        for candidate in usable[:4]:
+            y.fill(np.nan)
+            candidate.build()(x, few["w"], y)
+            assert np.abs(host(y[-4:]) - wanted).max() <= TOLERANCE["float16"] * scale.max(), f"{candidate}"
+            assert not bool(cupy.isnan(y).any())
+        del x, y
+        cupy.get_default_memory_pool().free_all_blocks()
