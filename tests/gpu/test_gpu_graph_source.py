@@ -28,9 +28,9 @@ LINES = [
     "n4 c16 14x14 k32 3x3 p1 float16 nhwc fma",
     "n4 c16 14x14 k32 3x3 p1 float64 nchw",
     # padding that differs, strides, dilation, 1x1
-    "n4 c16 14x13 k32 3x3 p1:2x0:1 float32 nchw",
-    "n4 c16 14x13 k32 3x3 p1:2x2:0 float16 nhwc",
-    "n4 c16 14x13 k32 3x3 p0:1 s2 bfloat16 nhwc",
+    "n4 c16 14x13 k32 3x3 p2x1 float32 nchw",
+    "n4 c16 14x13 k32 3x3 p1x2 float16 nhwc",
+    "n4 c16 14x13 k32 3x3 p0 s2 bfloat16 nhwc",
     "n4 c16 14x13 k32 3x2 p1 s2x1 d1x2 float32 nhwc",
     "n4 c16 15x15 k32 3x3 p2 d2 float16 nhwc",
     "n4 c16 14x14 k32 1x1 float16 nhwc",
@@ -53,7 +53,7 @@ LINES = [
     "n2 c8 7x8x9 k16 3x3x3 p1 tf32 nhwc",
     # added to
     "n4 c16 14x14 k32 3x3 p1 float32 nchw acc",
-    "n4 c16 14x14 k32 3x3 p1:2 float16 nhwc acc",
+    "n4 c16 14x14 k32 3x3 p1 float16 nhwc acc",
     "n4 c16 14x14 k32 3x3 p1 bfloat16 nhwc acc",
     "n4 c16 14x14 k32 3x3 p1 tf32 nhwc acc",
     # strides and alignments of a part of a larger array
@@ -177,7 +177,7 @@ def random_problem(rng):
         filters = groups * int(rng.integers(1, 13))
         size = tuple(int(n) for n in rng.integers(1, 15 if rank < 3 else 8, rank))
         kernel = tuple(int(n) for n in rng.integers(1, 6, rank))
-        padding = [tuple(int(n) for n in rng.integers(0, 4, 2)) for _ in range(rank)]
+        padding = [(int(n), int(n)) for n in rng.integers(0, 4, rank)]
         stride = tuple(int(n) for n in rng.integers(1, 4, rank))
         dilation = tuple(int(n) for n in rng.choice([1, 1, 2], rank))
         x_shape = (int(rng.integers(1, 6)), channels, *size)

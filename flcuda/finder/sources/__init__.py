@@ -56,8 +56,8 @@ _BUILT_IN = {
     "legacy": ("flcuda.finder.sources.legacy", "LegacySource", "cuda"),
     "reference": ("flcuda.finder.sources.reference", "ReferenceSource", "cpu"),
 }
-# Asked only by name. The graph API's engines gave wrong numbers for some problems on a GPU (Note [padding] of its source):
-# until every one of them has been compared there, no choice is made of them by default.
+# Asked only by name. Some engines of the graph API gave wrong numbers on a GPU (Note [padding] of its source): until all
+# have been compared there, none is chosen by default.
 _ON_REQUEST = frozenset({"graph"})
 _registered: dict[str, Source] = {}
 _lock = threading.Lock()
