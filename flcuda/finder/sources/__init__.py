@@ -56,7 +56,7 @@ _BUILT_IN = {
     "legacy": ("flcuda.finder.sources.legacy", "LegacySource", "cuda"),
     "reference": ("flcuda.finder.sources.reference", "ReferenceSource", "cpu"),
 }
-# Asked only by name. Some engines of the graph API gave wrong numbers on a GPU (Note [padding] of its source): until all
+# Asked by name only. Some of its engines gave wrong numbers on a GPU (Note [padding] of the source): until all of them
 # have been compared there, none is chosen by default.
 _ON_REQUEST = frozenset({"graph"})
 _registered: dict[str, Source] = {}
