@@ -290,6 +290,7 @@ class _Held(Owner):
     __slots__ = ("uses",)
 
     def __init__(self, kind: bindings.cudnnBackendDescriptorType_t) -> None:
+        libraries.load().require_cublas()
         pointer = bindings.cudnnBackendDescriptor_t()
         bindings.cudnnBackendCreateDescriptor(kind, ctypes.byref(pointer))
         super().__init__(pointer, bindings.cudnnBackendDestroyDescriptor)

@@ -541,7 +541,10 @@ class Library:
         why: the step of the search that chose it.
         skipped: sub-libraries that could not be opened and need not be, each with the loader's reason.
         graph_only: whether it is an nvidia-cudnn-jit copy without the legacy API.
+        missing_neighbours: which of NVRTC and cuBLASLt were found nowhere.
     """
+
+    missing_neighbours: tuple[str, ...] = ()
 
     def __init__(self, place: Place, opened: Mapping[str, ctypes.CDLL], skipped: Mapping[str, str]) -> None:
         self.path = place.path
@@ -553,6 +556,21 @@ class Library:
         self._own = frozenset(os.path.realpath(file) for file in place.files.values())
         self.version = self._number("cudnnGetVersion")
         self.cuda_version = self._number("cudnnGetCudartVersion")
+
+    def require_cublas(self) -> None:
+        """Refuses to go on where cuDNN would end the process, because it opens cuBLASLt and that is nowhere.
+
+        Raises:
+            LibraryNotFoundError: says what to install.
+        """
+        for name in self.missing_neighbours:
+            if "cublas" in name:
+                major = self.cuda_version // 1000
+                raise LibraryNotFoundError(
+                    f"cuDNN in {self.path} needs {name}, which is neither beside it, in another site folder nor in the "
+                    f"system's: pip install nvidia-cublas{'-cu12' if major == 12 else ''}, or set LD_LIBRARY_PATH",
+                    (self.path, *(str(folder / "nvidia") for folder in site_folders())),
+                )
 
     @property
     def version_text(self) -> str:
@@ -719,7 +737,7 @@ def _open(place: Place, places: list[str]) -> Library:
             places,
         )
     _check_same_folder(place, places)
-    _open_neighbours(place, library.cuda_version // 1000)
+    library.missing_neighbours = _open_neighbours(place, library.cuda_version // 1000)
     return library
 
 
@@ -751,20 +769,34 @@ def _check_versions(place: Place, opened: Mapping[str, ctypes.CDLL], places: lis
             )
 
 
-def _open_neighbours(place: Place, cuda_major: int) -> None:
-    """Opens NVRTC and cuBLASLt of the same site folder, which cuDNN's engines open by bare name when they need them."""
-    if cuda_major == 0 or len(Path(place.path).parents) < 2:
-        return
-    nvidia = Path(place.path).parents[1]
+def _open_neighbours(place: Place, cuda_major: int) -> tuple[str, ...]:
+    """Opens NVRTC and cuBLASLt, which cuDNN's engines open by bare name when they need them.
+
+    Those of cuDNN's own site folder come first, then those of the others, then the system's.
+
+    Args:
+        place: where cuDNN is.
+        cuda_major: the CUDA version that it was built with; 0 when it does not tell.
+
+    Returns:
+        The names of those that are nowhere.
+    """
+    if cuda_major == 0:
+        return ()
+    roots = [*Path(place.path).parents[1:2], *(folder / "nvidia" for folder in site_folders())]
+    missing = []
     for package, stem in NEIGHBOURS:
         name = f"{stem}.so.{cuda_major}"
         if mapped_files(name):
             continue
-        for folder in (nvidia / package / "lib", nvidia / f"cu{cuda_major}" / "lib"):
-            if (folder / name).is_file():
-                with contextlib.suppress(OSError):
-                    ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+        files = [root / folder / "lib" / name for root in roots for folder in (package, f"cu{cuda_major}")]
+        for file in (*(str(file) for file in files if file.is_file()), name):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
                 break
+        else:
+            missing.append(name)
+    return tuple(missing)
 
 
 # --- binding --------------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class Handle(Owner):
 
     def __init__(self, device_index: int | None = None) -> None:
         self._device = devices.resolve("cuda" if device_index is None else f"cuda:{device_index}")
+        libraries.load().require_cublas()
         pointer = bindings.cudnnHandle_t()
         with self._device.use():
             bindings.cudnnCreate(ctypes.byref(pointer))

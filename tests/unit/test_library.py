@@ -554,3 +554,30 @@ def test_places_never_open_anything(stubs: Stubs, tmp_path: Path, monkeypatch: p
     places = opened()
     assert [place for place in places if place.path == str(folder)][0].usable  # noqa: RUF015
     assert library.mapped_files() == before
+
+
+# --- neighbours -------------------------------------------------------------------------------------------------------
+
+BLAS = "int blas(void) { return 1; }"
+
+
+def test_cublas_is_taken_from_another_site_folder(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.install(tmp_path / "a" / "nvidia" / "cudnn" / "lib")
+    blas = tmp_path / "b" / "nvidia" / "cublas" / "lib" / "libcublasLt.so.12"
+    blas.parent.mkdir(parents=True)
+    shutil.copy(stubs.file(BLAS, "-Wl,-soname,libcublasLt.so.12"), blas)
+    code = """
+made = library.load()
+made.require_cublas()
+print(json.dumps({"cuda": made.cuda_version, "blas": library.mapped_files("libcublasLt.so")}))
+"""
+    facts = loaded(code, sites=(tmp_path / "a", tmp_path / "b"))
+    assert facts == {"cuda": facts["cuda"], "blas": [str(blas)]}
+    assert int(str(facts["cuda"])) // 1000 == 12
+
+
+def test_cublas_that_is_nowhere_is_named_before_cudnn_could_end_the_process(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.install(tmp_path / "a" / "nvidia" / "cudnn" / "lib")
+    text = refused("library.load().require_cublas()", sites=(tmp_path / "a",))
+    assert "needs libcublasLt.so.12" in text
+    assert "pip install nvidia-cublas-cu12" in text

@@ -259,7 +259,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(bindings, "cudnnCreate", fake.create)
     monkeypatch.setattr(bindings, "cudnnDestroy", fake.destroy)
     monkeypatch.setattr(bindings, "cudnnSetStream", fake.set_stream)
-    monkeypatch.setattr(library, "load", lambda path=None: SimpleNamespace(verify=lambda: None))
+    monkeypatch.setattr(
+        library, "load", lambda path=None: SimpleNamespace(verify=lambda: None, require_cublas=lambda: None)
+    )
     monkeypatch.setattr(resources, "_handles", resources._ThreadHandles())
     yield fake
     resources._handles.by_device.clear()
