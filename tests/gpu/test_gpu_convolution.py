@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from convolution_oracle import TOLERANCE
 
 import flcuda
 from flcuda import device as devices
@@ -17,7 +18,6 @@ from flcuda.finder.sources.reference import Columns
 from flcuda.ops.bias import bias_forward
 from flcuda.ops.convolution import convolution
 
-TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "tf32": 1.5e-3, "float16": 3e-3, "bfloat16": 1.6e-2}
 PRECISIONS = list(TOLERANCE)
 
 LINES = [

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from convolution_oracle import TOLERANCE, bits, exact, host
 
 import flcuda
 from flcuda import device as devices
@@ -12,10 +13,7 @@ from flcuda.finder.choice import Choice, Key
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, output_shape
 from flcuda.finder.sources.graph import LIMIT, GraphSource
-from flcuda.finder.sources.reference import Columns
 
-TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "tf32": 1.5e-3, "float16": 3e-3, "bfloat16": 1.6e-2}
-BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 LINES = [
     "n4 c16 14x14 k32 3x3 p1 float32 nchw",
     "n4 c16 14x14 k32 5x5 p2 float32 nchw",
@@ -27,7 +25,7 @@ LINES = [
     "n4 c16 14x14 k32 3x3 p1 bfloat16 nhwc",
     "n4 c16 14x14 k32 3x3 p1 float16 nhwc fma",
     "n4 c16 14x14 k32 3x3 p1 float64 nchw",
-    # padding that differs, strides, dilation, 1x1
+    # padding by dimension, strides, dilation, 1x1
     "n4 c16 14x13 k32 3x3 p2x1 float32 nchw",
     "n4 c16 14x13 k32 3x3 p1x2 float16 nhwc",
     "n4 c16 14x13 k32 3x3 p0 s2 bfloat16 nhwc",
@@ -46,10 +44,10 @@ LINES = [
     "n3 c16 12x12 k16 3x3 p1 g16 float16 nhwc",
     "n3 c16 12x12 k16 3x3 p1 s2 g16 bfloat16 nchw",
     # 1-D and 3-D
-    "n4 c16 50 k32 5 p2:1 s2 float32 nchw",
+    "n4 c16 50 k32 5 p2 s2 float32 nchw",
     "n4 c16 50 k32 5 p2 d3 float16 nhwc",
     "n2 c8 7x8x9 k16 3x3x3 p1 float32 nchw",
-    "n2 c8 7x8x9 k16 3x3x3 p1:0 s2x1x1 bfloat16 nhwc",
+    "n2 c8 7x8x9 k16 3x3x3 p1x0x1 s2x1x1 bfloat16 nhwc",
     "n2 c8 7x8x9 k16 3x3x3 p1 tf32 nhwc",
     # added to
     "n4 c16 14x14 k32 3x3 p1 float32 nchw acc",
@@ -64,38 +62,8 @@ LINES = [
 ]
 
 
-def bits(array):
-    return array.view(BITS[array.dtype.itemsize])
-
-
-def host(array):
-    """The numbers in float64; moved as bits, so that no conversion on the device is trusted."""
-    return devices.cupy().asnumpy(bits(array)).view(array.dtype).astype(np.float64)
-
-
 def fill(array, values):
     bits(array)[...] = devices.cupy().asarray(bits(values.astype(array.dtype)))
-
-
-def exact(problem, arrays):
-    """The result and the sum of the magnitudes in float64."""
-    wide = ConvolutionProblem.create(
-        problem.direction,
-        problem.x_shape,
-        problem.w_shape,
-        dtype="float64",
-        padding=tuple(zip(problem.padding_before, problem.padding_after, strict=True)),
-        stride=problem.stride,
-        dilation=problem.dilation,
-        groups=problem.groups,
-    )
-    algo = "col2im" if problem.direction == "backward_data" else "im2col"
-    results = []
-    for of in (np.asarray, np.abs):
-        out = np.empty(wide.shape_of(wide.operands[2]))
-        Columns(wide, algo, 8 << 20)(*(of(host(arrays[name])) for name in problem.operands[:2]), out)
-        results.append(out)
-    return results
 
 
 def misaligned(problem, arrays):

@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
+from convolution_oracle import TOLERANCE, exact, host
 
 from flcuda import device as devices
 from flcuda.errors import CudnnNotSupportedError
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources.legacy import LegacySource
-from flcuda.finder.sources.reference import Columns
 
-TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "tf32": 1.5e-3, "float16": 3e-3, "bfloat16": 1.6e-2}
 LINES = [
     "n4 c16 14x14 k32 3x3 p1 float32 nchw",
     "n4 c16 14x14 k32 5x5 p2 float32 nchw",
@@ -22,31 +21,6 @@ LINES = [
     "n4 c16 14x14 k32 3x3 p1 float64 nchw",
     "n4 c16 14x14 k32 3x3 p1 float32 nchw acc",
 ]
-
-
-def host(a):
-    return devices.cupy().asnumpy(a).astype(np.float64)
-
-
-def exact(problem, arrays):
-    """The result and the sum of the magnitudes in float64."""
-    wide = ConvolutionProblem.create(
-        problem.direction,
-        problem.x_shape,
-        problem.w_shape,
-        dtype="float64",
-        padding=tuple(zip(problem.padding_before, problem.padding_after, strict=True)),
-        stride=problem.stride,
-        dilation=problem.dilation,
-        groups=problem.groups,
-    )
-    algo = "col2im" if problem.direction == "backward_data" else "im2col"
-    results = []
-    for of in (np.asarray, np.abs):
-        out = np.empty(wide.shape_of(wide.operands[2]))
-        Columns(wide, algo, 8 << 20)(*(of(host(arrays[name])) for name in problem.operands[:2]), out)
-        results.append(out)
-    return results
 
 
 @pytest.mark.parametrize("mode", ["find", "heuristic"])
