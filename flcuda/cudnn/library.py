@@ -830,7 +830,16 @@ def _status_name(status: int) -> str:
     return "" if "UNKNOWN" in name else name
 
 
-def _failure(name: str, status: int) -> CudnnError:
+def failure(name: str, status: int) -> CudnnError:
+    """Makes the error of a cuDNN function that failed on this thread a moment ago.
+
+    Args:
+        name: the function's C name.
+        status: what it returned.
+
+    Returns:
+        The error, with cuDNN's last-error text and the status's name.
+    """
     # First of all, because the text belongs to this thread's last failing call.
     text = last_error_string()
     library = load()
@@ -897,7 +906,7 @@ def bind(restype: Any, *argtypes: Any, status: bool, since: str = "") -> Callabl
                 raise _argument_error(stub, str(error)) from None
             if status:
                 if result != 0:
-                    raise _failure(name, result)
+                    raise failure(name, result)
                 return None
             return result
 
@@ -1244,6 +1253,8 @@ def argument_converter(
 
 # How C names the number of elements of the arrays to read that follow it.
 _COUNTS = ("nbDims", "arrayLength", "batchSize", "seqLengthArraySize")
+# Arrays that have an element for each spatial dimension only: two fewer.
+_SPATIAL = ("foldA",)
 
 
 def _length_checker(
@@ -1257,17 +1268,17 @@ def _length_checker(
         if names[index] in _COUNTS:
             count = index
         elif count >= 0 and isinstance(argtype, TypedPointer) and argtype.const:
-            pairs.append((index, count))
+            pairs.append((index, count, 2 if names[index] in _SPATIAL else 0))
     if not pairs:
         return None
 
     def check(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        for index, count in pairs:
+        for index, count, fewer in pairs:
             array, wanted = arguments[index], arguments[count]
             if _is_list(array) or isinstance(array, np.ndarray | ctypes.Array):
                 length = array.size if isinstance(array, np.ndarray) else len(array)
                 # What is no int, or none of C's, is the count's own mistake.
-                if isinstance(wanted, int | np.integer) and length < wanted < 1 << 31:
+                if isinstance(wanted, int | np.integer) and length + fewer < wanted < 1 << 31:
                     raise ValueError(
                         f"{stub.__name__}: {names[index]}: has {length} elements where {names[count]} is {wanted}"
                     )

@@ -286,3 +286,20 @@ def test_legacy_limits_are_those_that_cudnn_has() -> None:
         assert caught.value.text == ""
         with pytest.raises(CudnnNotSupportedError):
             cudnn.cudnnSetTensorNdDescriptor(descriptor, cudnn.CUDNN_DATA_HALF, 9, (1,) * 9, (1,) * 9)
+
+
+def test_a_folding_has_one_factor_for_each_spatial_dimension() -> None:
+    descriptor = cudnn.cudnnTensorTransformDescriptor_t()
+    cudnn.cudnnCreateTensorTransformDescriptor(byref(descriptor))
+    try:
+        words = (cudnn.CUDNN_TENSOR_NHWC, [0] * 4, [0] * 4)
+        cudnn.cudnnSetTensorTransformDescriptor(descriptor, 4, *words, [2, 3], cudnn.CUDNN_TRANSFORM_FOLD)
+        fold = np.zeros(4, np.uint32)
+        layout, direction = c_int(), c_int()
+        before, after = np.zeros(4, np.int32), np.zeros(4, np.int32)
+        cudnn.cudnnGetTensorTransformDescriptor(descriptor, 4, byref(layout), before, after, fold, byref(direction))
+        assert fold[:2].tolist() == [2, 3]
+        with pytest.raises(ValueError, match="foldA: has 1 elements where nbDims is 4"):
+            cudnn.cudnnSetTensorTransformDescriptor(descriptor, 4, *words, [2], cudnn.CUDNN_TRANSFORM_FOLD)
+    finally:
+        cudnn.cudnnDestroyTensorTransformDescriptor(descriptor)
