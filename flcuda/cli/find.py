@@ -25,7 +25,8 @@ from flcuda.cudnn.graph import NOTES
 from flcuda.errors import FlcudaError
 from flcuda.finder import search
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.problem import DIRECTIONS, Problem
+from flcuda.finder.report import problem_text
 from flcuda.finder.sources import graph
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -34,7 +35,8 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(" + "|".join(_UNITS) + ")")
 _SHOW_AFTER_S = 1.0
 _WIDTH = 80
 _MB = 1e6
-_UNMEASURED = "Nothing was measured: this is cuDNN's own order. The legacy algorithms are not listed without a GPU."
+_UNMEASURED = "Nothing was measured: this is cuDNN's own order."
+_NO_LEGACY = " The legacy algorithms are not listed without a GPU."
 
 
 def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,8 +47,9 @@ def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """
     parser = subparsers.add_parser(
         "find",
-        help="measure and rank every algorithm for a convolution",
-        description="Measures every candidate for a convolution, prints them ranked and stores the best.",
+        help="measure and rank every algorithm for a convolution or a fused graph",
+        description="Measures every candidate for a convolution or a fused graph, prints them ranked and stores the "
+        "best.",
         epilog='Examples: flcuda find "all n128 c64 56x56 k64 3x3 p1 float16 nhwc"; on a machine with no GPU: '
         'flcuda find --gpu h200 --plan-only "forward n128 c64 56x56 k64 3x3 p1 float16 nhwc"',
     )
@@ -54,13 +57,20 @@ def configure(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "problem",
         nargs="+",
         help="a line such as 'forward n128 c64 56x56 k64 3x3 p1 float32 nchw'; the direction is forward, "
-        "backward_data, backward_filter, or all for the three",
+        "backward_data, backward_filter, or all for the three; or a graph: 'graph float32; x float16 8x64x9x9 nhwc; "
+        "w float16 64x64x3x3 nhwc; t = convolution_forward(%%x, %%w, padding=1); y = silu(%%t); out y'",
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--json", action="store_true", help="print JSON: an object; with all, a list")
     parser.add_argument("--deterministic", action="store_true", help="only what gives the same bits in each run")
     parser.add_argument("--workspace-limit", type=_bytes, metavar="SIZE", help="largest workspace, such as 512MiB")
     parser.add_argument("--mode", choices=("find", "heuristic"), default="find", help="heuristic: do not measure")
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        help="compare every candidate's results with float64 ones (by default those of a graph; without, its best is "
+        "not stored)",
+    )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="with --plan-only: the GPU, such as h200, or its profile")
     parser.add_argument(
         "--plan-only", action="store_true", help="list cuDNN's engines for a GPU that need not be here; nothing is run"
@@ -103,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     reports = []
     for problem in problems:
         with _progress(problem) as progress:
-            reports.append(search.find(problem, policy=policy, device=device, progress=progress))
+            reports.append(search.find(problem, policy=policy, device=device, verify=args.verify, progress=progress))
         if not args.json:
             if len(reports) > 1:
                 print()
@@ -114,12 +124,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(line: str) -> list[ConvolutionProblem]:
+def _problems(line: str) -> list[Problem]:
     words = line.split()
-    if "all" not in words:
-        return [ConvolutionProblem.parse(line)]
+    if ";" in line or "all" not in words:
+        return [Problem.parse(line)]
     words.remove("all")
-    return [ConvolutionProblem.parse(" ".join([direction, *words])) for direction in DIRECTIONS]
+    return [Problem.parse(" ".join([direction, *words])) for direction in DIRECTIONS]
 
 
 # --- plans for a GPU that is not here -------------------------------------------------------------------------------
@@ -132,13 +142,15 @@ def _check_plan_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--gpu {args.gpu} needs --plan-only: on a GPU that is not here nothing can be measured")
     if args.plan_only and args.device != "auto":
         raise ValueError(f"--device {args.device} contradicts --plan-only, which runs on no device")
+    if args.plan_only and args.verify:
+        raise ValueError("--verify contradicts --plan-only, which runs nothing")
     if args.cudnn and not args.plan_only:
         raise ValueError("--cudnn needs --plan-only: it compares what two versions offer")
     if args.cudnn and len(args.cudnn) != 2:
         raise ValueError(f"--cudnn was given {len(args.cudnn)} times; give it twice, with the two folders to compare")
 
 
-def _plan_only(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> int:
+def _plan_only(args: argparse.Namespace, problems: list[Problem]) -> int:
     """Lists the engines for each problem."""
     policy = Policy(mode="heuristic", deterministic=args.deterministic, workspace_limit=args.workspace_limit)
     reports = []
@@ -154,7 +166,7 @@ def _plan_only(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> 
     return 0
 
 
-def _planned(problem: ConvolutionProblem, policy: Policy, properties: DeviceProperties) -> dict[str, Any]:
+def _planned(problem: Problem, policy: Policy, properties: DeviceProperties) -> dict[str, Any]:
     """Gives what cuDNN offers as JSON values, in its own order; sizes in bytes."""
     rows = []
     for offer in graph.offers(problem, policy, properties=properties):
@@ -173,6 +185,7 @@ def _planned(problem: ConvolutionProblem, policy: Policy, properties: DeviceProp
         )
     return {
         "problem": str(problem),
+        "math": problem.math,
         "gpu": properties.name,
         "gpu_profile": properties.origin,
         "gpu_profile_filled": list(properties.filled),
@@ -188,16 +201,17 @@ def _plan_text(report: dict[str, Any]) -> str:
     filled = report["gpu_profile_filled"]
     profile = report["gpu_profile"] or "of unknown origin"
     lines = [
-        report["problem"],
         f"for {report['gpu']}, cuDNN {report['cudnn']}",
         f"GPU profile: {profile}" + (f"; filled for this cuDNN: {', '.join(filled)}" if filled else ""),
-        _UNMEASURED,
+        _unmeasured(report["problem"]),
     ]
-    text = "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
+    text = "\n".join([problem_text(report["problem"]), *(textwrap.fill(line, _WIDTH) for line in lines)])
     if usable:
         text += "\n" + _table(usable)
     else:
         text += "\nno engine can be used"
+        if any(row["math"] == "tensor_op" and row["reason"] for row in report["rows"]) and report["math"] == "fma":
+            text += ": those that use tensor cores need math 'tensor_op'\n(TF32 on float32 operands)"
     notes = {row["engine"]: row["notes"] for row in usable}
     if notes:
         text += "\nengines:"
@@ -216,6 +230,10 @@ def _plan_text(report: dict[str, Any]) -> str:
         names = ", ".join(str(engine) for engine in engines)
         text += "\n" + textwrap.fill(f"  {names}: {reason}", _WIDTH, subsequent_indent="    ")
     return text
+
+
+def _unmeasured(problem: str) -> str:
+    return _UNMEASURED if problem.startswith("graph") else _UNMEASURED + _NO_LEGACY
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -246,7 +264,7 @@ def _rendered(table: Table) -> str:
 # --- comparing two versions -----------------------------------------------------------------------------------------
 
 
-def _compare(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> int:
+def _compare(args: argparse.Namespace, problems: list[Problem]) -> int:
     """Lists what came, went or changed rank from one cuDNN to another."""
     reports = []
     for problem in problems:
@@ -263,7 +281,7 @@ def _compare(args: argparse.Namespace, problems: list[ConvolutionProblem]) -> in
     return 0
 
 
-def _planned_by(folder: str, problem: ConvolutionProblem, args: argparse.Namespace) -> dict[str, Any]:
+def _planned_by(folder: str, problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Plans in a child process, because a process can load one cuDNN only."""
     words = [sys.executable, "-m", "flcuda", "find", "--gpu", args.gpu, "--plan-only", "--json", str(problem)]
     if args.deterministic:
@@ -273,7 +291,8 @@ def _planned_by(folder: str, problem: ConvolutionProblem, args: argparse.Namespa
     environment = {**os.environ, libraries.PATH_VARIABLE: folder}
     child = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if child.returncode != 0:
-        raise FlcudaError(f"the cuDNN in {folder} cannot plan {problem}: {child.stderr.strip()}")
+        said = child.stderr.strip().removeprefix("flcuda: error: ")
+        raise FlcudaError(f"the cuDNN in {folder} cannot plan {problem}: {said}")
     report: dict[str, Any] = json.loads(child.stdout)
     return report
 
@@ -325,12 +344,11 @@ def _comparison_text(report: dict[str, Any]) -> str:
                 cells += [str(side["rank"]), str(side["configurations"]), least]
         table.add_row(str(row["engine"]), row["change"], *cells)
     lines = [
-        report["problem"],
         f"for {report['gpu']}: cuDNN {before} and cuDNN {after}",
-        _UNMEASURED,
+        _unmeasured(report["problem"]),
         "An engine is compared by its number, which NVIDIA promises for no other version.",
     ]
-    text = "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
+    text = "\n".join([problem_text(report["problem"]), *(textwrap.fill(line, _WIDTH) for line in lines)])
     return f"{text}\n{_rendered(table)}" if report["engines"] else f"{text}\nno engine can be used with either"
 
 
@@ -343,11 +361,11 @@ def _bytes(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _progress(problem: ConvolutionProblem) -> Iterator[search.Progress]:
+def _progress(problem: Problem) -> Iterator[search.Progress]:
     """Yields the callback of a search, which shows a bar on a terminal's standard error once the search takes long."""
     console = Console(stderr=True)
     bar = Progress(
-        TextColumn(problem.direction),
+        TextColumn(problem.kind),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -355,7 +373,7 @@ def _progress(problem: ConvolutionProblem) -> Iterator[search.Progress]:
         transient=True,
         disable=not console.is_terminal,
     )
-    task = bar.add_task(problem.direction, total=None)
+    task = bar.add_task(problem.kind, total=None)
     begin = time.monotonic()
     started = False
 

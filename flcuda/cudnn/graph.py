@@ -42,21 +42,39 @@ listens to the log meanwhile, for its own thread, and calls the callback that wa
 Note [factors]: alpha1 and alpha2 of a pointwise operation finalize, and no engine of cuDNN 9.28 takes them; a scalar
 that is multiplied is taken.
 
+Note [FLCUDA_CHECK]: with FLCUDA_CHECK=1 in the environment when this module is imported, each run first checks that
+every pointer is aligned and has the bytes behind it that its tensor reaches over (flcuda.cudnn.memory says how far that
+can be known), that the workspace has its bytes, and that neither an output nor the workspace shares memory with another
+tensor; a plan restored from JSON does not know its outputs. That costs some ten microseconds a tensor; without the
+variable it costs nothing.
+
 Note [capture]: before cuDNN 9.28 a CUDA graph does not keep the plan that it was captured from alive. Keep the plan as
 long as the graph.
+
+Note [variant packs]: what cudnnBackendExecute runs on is a variant pack, a descriptor with the addresses. Once it is
+finalized it cannot be set again (cuDNN 9.19 and 9.28 refuse with status 2000), so other addresses are another pack; a
+plan keeps those of the last sets of addresses. cuDNN copies what is set, so the arrays that it is set from are the
+plan's own and filled again for each pack. cudnnBackendExecute has read the pack when it returns, also while a CUDA
+graph is captured: the addresses are then arguments of kernels. So a pack may go as soon as the call is over. All these
+functions release the interpreter's lock, those too that never wait: cuDNN calls a log callback from them, and another
+thread that logs meanwhile may hold a lock of cuDNN's and wait for the interpreter's.
 
 Note [threads]: descriptors that are finalized can be read from several threads, and plans may be built in several. One
 plan is run by one thread at a time.
 """
 
+import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import json
 import math
+import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import TracebackType
@@ -65,7 +83,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypeAlias
 import numpy as np
 
 from flcuda import device as devices
-from flcuda.cudnn import bindings
+from flcuda.cudnn import bindings, log, memory, resources
 from flcuda.cudnn import library as libraries
 from flcuda.cudnn.resources import Handle, Owner, overlaps
 from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError, cudnn_error
@@ -546,69 +564,6 @@ def _shown(values: Sequence[Any]) -> str:
 
 
 # --- what the library says beside its status ------------------------------------------------------------------------
-
-_RAW_CALLBACK: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_log_lock = threading.Lock()
-
-
-class _Listener:
-    """Collects the warnings that cuDNN logs on one thread. cuDNN has one callback, so there is one listener.
-
-    It is installed while it listens and whatever callback was there before is called as well.
-    """
-
-    def __init__(self) -> None:
-        # Declared with plain addresses: as a c_char_p the message would end at its first NUL, and it has several lines.
-        self._function = _RAW_CALLBACK(self._receive)
-        self.callback = ctypes.cast(self._function, bindings.cudnnCallback_t)
-        self._thread = 0
-        self._lines: list[str] = []
-        self._previous: Any = None
-        self._previous_mask = 0
-
-    def _receive(self, severity: int, data: int | None, debug: int | None, message: int | None) -> None:
-        if message and threading.get_ident() == self._thread:
-            at = message
-            while line := ctypes.string_at(at):
-                self._lines.append(line.decode(errors="replace"))
-                at += len(line) + 1
-        if self._previous is not None and self._previous_mask >> severity & 1:
-            self._previous(severity, data, debug, message)
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[list[str]]:
-        """Gives the list into which lines go."""
-        with _log_lock:
-            mask, data = ctypes.c_uint(), ctypes.c_void_p()
-            previous = bindings.cudnnCallback_t()
-            bindings.cudnnGetCallback(ctypes.byref(mask), ctypes.byref(data), ctypes.byref(previous))
-            installed = bool(previous)
-            self._previous = ctypes.cast(previous, _RAW_CALLBACK) if installed else None
-            self._previous_mask = mask.value
-            self._thread = threading.get_ident()
-            self._lines = []
-            wanted = mask.value | bindings.CUDNN_SEV_WARNING_EN | bindings.CUDNN_SEV_ERROR_EN
-            bindings.cudnnSetCallback(wanted, data, self.callback)
-            try:
-                yield self._lines
-            finally:
-                # Without a callback a mask other than 0 would let cuDNN print to standard error from now on.
-                bindings.cudnnSetCallback(mask.value if installed else 0, data, previous if installed else None)
-                self._previous = None
-
-
-_listener: _Listener | None = None
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Listens to what cuDNN logs on this thread inside the block."""
-    global _listener
-    if _listener is None:
-        _listener = _Listener()
-    with _listener.listen() as lines:
-        yield lines
-
 
 # Reasons that only repeat that an inner step failed.
 _EMPTY_REASONS = ("status", "getStatus()", "isSupported()", "finalize_internal()", "finalize()")
@@ -2341,6 +2296,14 @@ class Graph:
         made = frozenset(self._makers)
         return OperationGraph(graph, used, made, labels, self.compute, handle, device)
 
+    def check(self) -> None:
+        """Checks that the graph is whole, as `build` does first; needs no cuDNN.
+
+        Raises:
+            ValueError: there is no operation, an input that no operation uses, or a result that nothing uses; names it.
+        """
+        self._check_use()
+
     def _check_use(self) -> set[int]:
         """Checks that the graph is whole; gives the optional outputs that nobody wants."""
         if not self._operations:
@@ -2569,13 +2532,14 @@ class Engine:
         """Makes a configuration by hand.
 
         Args:
-            knobs: values by the words of `knobs`; cuDNN chooses the others.
+            knobs: values by the words of `knobs`; cuDNN chooses the others. -1 is cuDNN's own word for its own choice,
+                which heuristics deliver too, and which not every knob takes.
 
         Returns:
             The finalized configuration.
 
         Raises:
-            CudnnError: cuDNN refuses the combination.
+            CudnnError: cuDNN refuses the combination, or -1.
             ValueError: the engine has no such knob, or not that value of it.
         """
         choices = []
@@ -2585,7 +2549,7 @@ class Engine:
                 raise ValueError(f"knobs: engine {self.id} has no {word!r}; it has {', '.join(ranges) or 'none'}")
             knob = ranges[word]
             off = knob.stride > 0 and (value - knob.minimum) % knob.stride
-            if not knob.minimum <= value <= knob.maximum or off:
+            if value != _OWN_CHOICE and (not knob.minimum <= value <= knob.maximum or off):
                 raise ValueError(
                     f"knobs: {word} of engine {self.id} goes from {knob.minimum} to {knob.maximum} in steps of "
                     f"{knob.stride}, not to {value}"
@@ -2687,13 +2651,64 @@ class EngineConfig:
         handle, device = self._graph._target("plan", handle, device)
         backend = Backend("EXECUTION_PLAN").set("EXECUTION_PLAN_ENGINE_CONFIG", self._backend)
         _attach(backend, handle, device)
+        start = time.perf_counter()
         backend.finalize(f"a plan of {self.tag} for {self._graph}")
-        made = ExecutionPlan(backend, self._graph.pointers, self._graph._scalars, self.tag)
+        build_ms = (time.perf_counter() - start) * 1e3
+        graph = self._graph
+        made = _plan(backend, graph.pointers, graph._scalars, self.tag, build_ms, graph.tensors, graph._made)
         self._workspace = made.workspace
         return made
 
     def __repr__(self) -> str:
         return f"EngineConfig({self.tag})"
+
+
+def build_plans(
+    configurations: Iterable[EngineConfig],
+    handle: Handle | None = None,
+    device: "DeviceProperties | None" = None,
+    threads: int | None = None,
+) -> list["ExecutionPlan | CudnnError"]:
+    """Builds the plans of several configurations, in threads.
+
+    How much that saves depends on the cuDNN and the NVRTC that it compiles with: those of CUDA 12 do most of a
+    compilation one at a time in a process (with 9.28, two threads on two cores took 0.75 to 1 of the time of one).
+
+    Args:
+        configurations: in any order, of one graph or several.
+        handle: the cuDNN handle of the GPU here; borrowed, and not to be used by others meanwhile. By default each
+            configuration's own graph's.
+        device: the properties of another GPU; borrowed. By default the graphs' when no handle is given.
+        threads: at most so many; by default one a core that this process may use, up to 16.
+
+    Returns:
+        In the order of the configurations, the plan, whose `build_ms` says how long it took beside the others, or the
+        error where cuDNN cannot build it.
+
+    Raises:
+        ValueError: threads is less than 1; there is neither a handle nor a device.
+    """
+    wanted = list(configurations)
+    if threads is None:
+        threads = min(_BUILD_THREADS, len(os.sched_getaffinity(0)))
+    _whole("build_plans", "threads", (threads,), 1)
+    # One that lacks handle and device is found before any thread starts.
+    targets = [configuration.graph._target("build_plans", handle, device) for configuration in wanted]
+
+    def build(position: int) -> "ExecutionPlan | CudnnError":
+        of, properties = targets[position]
+        try:
+            # A thread begins with device 0 as its current one.
+            with contextlib.nullcontext() if of is None else of.device.use():
+                return wanted[position].plan(of, properties)
+        except CudnnError as error:
+            return error
+
+    positions = range(len(wanted))
+    if threads == 1 or len(wanted) < 2:
+        return [build(position) for position in positions]
+    with concurrent.futures.ThreadPoolExecutor(threads, "flcuda-build") as pool:
+        return list(pool.map(build, positions))
 
 
 def _sm_count(engine: Backend) -> int:
@@ -2923,7 +2938,7 @@ class OperationGraph:
         """
         _, device = self._target("why_not", None, device)
         refused = []
-        with _warnings() as lines:
+        with log.listen() as lines:
             for index in range(self.engine_count):
                 lines.clear()
                 try:
@@ -3040,8 +3055,13 @@ def _likely_rules(graph: OperationGraph, device: "DeviceProperties | None") -> l
         rules.append(
             f"version: batch norm weight gradients are fused from cuDNN 9.8; this is {libraries.version_text(version)}"
         )
-    if len(graph.operations) > 1 and len(dtypes) > 1:
-        rules.append(f"dtype: the tensors of a fusion mix {', '.join(sorted(dtypes))}")
+    alone = len(graph.operations) == 1
+    contracts = any(word in graph.operations[0] for word in ("convolution", "matmul"))
+    # Per-channel numbers, and what a reduction sums, are of another dtype where all is well; a 1x1 filter is none.
+    mixed = {t.dtype for t in (pointers if alone and contracts else images) if "float" in t.dtype}
+    if len(mixed) > 1:
+        what = graph.operations[0] if alone else "a fusion"
+        rules.append(f"dtype: the tensors of {what} mix {', '.join(sorted(mixed))}")
     return rules
 
 
@@ -3052,8 +3072,9 @@ def _sm(capability: int) -> str:
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 _PLAN_KEYS = ("cudnnVersion", "schemaVersion", "operationGraph", "GPUProfile", "engine")
-_PACKS = 16  # variant packs that a plan keeps
-_OWN_CHOICE = -1  # in a plan's JSON: a knob that was left to cuDNN
+_PACKS = 64  # variant packs that a plan keeps, of 4 to 10 KB each: more than a program has sets of operands for it
+_BUILD_THREADS = 16
+_OWN_CHOICE = -1  # the value of a knob that is left to cuDNN, also in a plan's JSON
 
 
 class ExecutionPlan:
@@ -3063,19 +3084,34 @@ class ExecutionPlan:
         workspace: the bytes of device memory that a run needs.
         tag: a short text of engine and knobs.
         uids: the tensors that need a pointer at each run, in the order of `run`.
+        build_ms: milliseconds of the host that cuDNN took to build or restore it.
     """
 
-    def __init__(self, backend: Backend, uids: tuple[int, ...], scalars: Mapping[int, Any], tag: str) -> None:
+    def __init__(
+        self, backend: Backend, uids: tuple[int, ...], scalars: Mapping[int, Any], tag: str, build_ms: float
+    ) -> None:
         """Takes over a finalized plan; `EngineConfig.plan` and `from_json` make it."""
         self._backend = backend
         self.uids = uids
         self.tag = tag
+        self.build_ms = build_ms
         self.workspace = int(backend.get_one("EXECUTION_PLAN_WORKSPACE_SIZE"))
         # The arrays that the scalars' addresses point into; see Note [by value].
         self._scalars = dict(scalars)
         self._all_uids = (ctypes.c_int64 * (len(uids) + len(scalars)))(*uids, *scalars)
-        self._scalar_addresses = tuple(array.ctypes.data for array in scalars.values())
-        self._packs: dict[tuple[tuple[int, ...], int], _Held] = {}
+        scalar_addresses = tuple(array.ctypes.data for array in scalars.values())
+        self._raw = _raw_functions()
+        self._pointer: Any = backend.descriptor  # None when closed
+        # See Note [variant packs].
+        self._packs: collections.OrderedDict[tuple[tuple[int, ...], int], _Pack] = collections.OrderedDict()
+        self._addresses: Any = (ctypes.c_void_p * len(self._all_uids))(*[0] * len(uids), *scalar_addresses)
+        self._given = slice(len(uids))
+        self._scratch_address = ctypes.c_void_p()
+        self._count = ctypes.c_int64.from_param(len(self._all_uids))
+        arguments: tuple[Any, ...] = (self._all_uids, self._addresses, self._scratch_address)
+        self._references = tuple([ctypes.byref(argument) for argument in arguments])
+        # See Note [exit] of flcuda.cudnn.resources.
+        weakref.finalize(self, _destroy_packs, self._packs, self._raw.destroy).atexit = False
 
     @property
     def descriptor(self) -> Any:
@@ -3084,7 +3120,8 @@ class ExecutionPlan:
 
     def close(self) -> None:
         """Gives the plan up. A CUDA graph captured from it may need it still; see Note [capture]."""
-        self._packs.clear()
+        self._pointer = None
+        _destroy_packs(self._packs, self._raw.destroy)
         self._backend.close()
 
     # JSON
@@ -3111,9 +3148,8 @@ class ExecutionPlan:
         kernels = content["engine"].get("payload", {}).get("kernels", [])
         return tuple(kernel["kernelName"] for kernel in kernels if "kernelName" in kernel)
 
-    @classmethod
+    @staticmethod
     def from_json(
-        cls,
         text: str,
         handle: Handle | None = None,
         device: "DeviceProperties | None" = None,
@@ -3147,10 +3183,12 @@ class ExecutionPlan:
         backend = Backend("EXECUTION_PLAN")
         _attach(backend, handle, device)
         backend.set("EXECUTION_PLAN_JSON_REPRESENTATION", text.encode())
+        start = time.perf_counter()
         try:
             backend.finalize("a plan restored from JSON")
         except CudnnError as error:
             raise _restore_error(error, content, device) from error
+        build_ms = (time.perf_counter() - start) * 1e3
         tensors = [entry for entry in content["operationGraph"]["tensors"] if not entry.get("isVirtual")]
         uids = tuple(int(entry["name"]) for entry in tensors if not entry.get("isByValue"))
         wanted = {int(entry["name"]): entry for entry in tensors if entry.get("isByValue")}
@@ -3167,7 +3205,8 @@ class ExecutionPlan:
             if value != _OWN_CHOICE
         }
         tag = _tag(engine["engineId"], sorted(knobs.items()), int(engine.get("targetSMcount", 0)))
-        return cls(backend, tuple(sorted(uids)), arrays, tag)
+        described = {int(entry["name"]): _json_tensor(entry) for entry in tensors} if _CHECKS else {}
+        return _plan(backend, tuple(sorted(uids)), arrays, tag, build_ms, described, frozenset())
 
     # running
 
@@ -3184,7 +3223,7 @@ class ExecutionPlan:
             CudnnError: cuDNN refuses.
             ValueError: a pointer or the workspace is missing; names it.
         """
-        self.run(handle, self._addresses(pointers), _address(workspace))
+        self.run(handle, self._ordered(pointers), _address(workspace))
 
     def run(self, handle: Handle, pointers: tuple[int, ...], workspace: int = 0) -> None:
         """Runs the plan as `execute` does, with pointers in the order of `uids`: the fastest form.
@@ -3198,8 +3237,68 @@ class ExecutionPlan:
             CudnnError: cuDNN refuses.
             ValueError: a pointer or the workspace is missing.
         """
-        pack = self._packs.get((pointers, workspace)) or self._pack(pointers, workspace)
-        bindings.cudnnBackendExecute(handle, self._backend.descriptor, pack)
+        key = (pointers, workspace)
+        pack = self._packs.get(key) or self._new_pack(key)
+        status = self._raw.execute(handle._as_parameter_, self._pointer, pack.address)
+        if status:
+            raise libraries.failure("cudnnBackendExecute", status)
+
+    def __call__(self, *arrays: Any) -> None:
+        """Runs the plan on this thread's handle and CuPy's current stream, with a workspace of the current allocator.
+
+        Args:
+            arrays: CuPy arrays on the current device, one for each of `uids`, in that order. What is in them has the
+                shape, strides and alignment of the tensor; nothing checks that.
+
+        Raises:
+            CudnnError: cuDNN refuses.
+            MemoryError: there is no memory for the workspace.
+            ValueError: there are too many or too few arrays, or one has no memory.
+        """
+        pointers = tuple([array.data.ptr for array in arrays])
+        if self.workspace:
+            # CuPy's pool gives a block that was freed to the same stream only, so it may go as soon as the work is in
+            # the stream.
+            scratch = devices.cupy().cuda.alloc(self.workspace)
+            self.run(resources.handle(), pointers, scratch.ptr)
+        else:
+            self.run(resources.handle(), pointers, 0)
+
+    def launcher(self, handle: Handle) -> Callable[[tuple[int, ...]], None] | None:
+        """Gives what runs the plan as a call of it does, for one handle and by addresses: one frame instead of three.
+
+        Args:
+            handle: the handle of the thread and device on which it will be called, with that device current; borrowed.
+
+        Returns:
+            A function of device addresses in the order of `uids`, which raises what a call of the plan raises. None
+            where each call is checked, for which addresses are too little; see Note [FLCUDA_CHECK].
+        """
+        cuda = devices.cupy().cuda
+        current_stream, alloc = cuda.get_current_stream, cuda.alloc
+        packs, new_pack, size = self._packs, self._new_pack, self.workspace
+        execute = self._raw.execute
+        on, plan = (
+            ctypes.c_void_p.from_param(ctypes.cast(each, ctypes.c_void_p).value)
+            for each in (handle._as_parameter_, self.descriptor)
+        )
+
+        def launch(pointers: tuple[int, ...]) -> None:
+            if handle._pointer is None:
+                raise ValueError("the cuDNN handle of the plan is closed")
+            if current_stream().ptr != handle._stream:
+                handle.use_current_stream()
+            if size:
+                scratch = alloc(size)  # kept until the work is in the stream
+                key = (pointers, scratch.ptr)
+            else:
+                key = (pointers, 0)
+            pack = packs.get(key) or new_pack(key)
+            status = execute(on, plan, pack.address)
+            if status:
+                raise libraries.failure("cudnnBackendExecute", status)
+
+        return launch
 
     def populate_cuda_graph(
         self, handle: Handle, cuda_graph: Any, pointers: Mapping[int, Any], workspace: Any = 0
@@ -3217,7 +3316,7 @@ class ExecutionPlan:
                 than 9.5.
             ValueError: a pointer or the workspace is missing.
         """
-        pack = self._pack(self._addresses(pointers), _address(workspace))
+        pack = self._pack(self._ordered(pointers), _address(workspace))
         bindings.cudnnBackendPopulateCudaGraph(handle, self.descriptor, pack, cuda_graph)
 
     def update_cuda_graph(
@@ -3235,73 +3334,208 @@ class ExecutionPlan:
             CudnnError: the graph is not of this plan.
             ValueError: a pointer or the workspace is missing.
         """
-        pack = self._pack(self._addresses(pointers), _address(workspace))
+        pack = self._pack(self._ordered(pointers), _address(workspace))
         bindings.cudnnBackendUpdateCudaGraph(handle, self.descriptor, pack, cuda_graph)
 
-    def _addresses(self, pointers: Mapping[int, Any]) -> tuple[int, ...]:
+    def _ordered(self, pointers: Mapping[int, Any]) -> tuple[int, ...]:
         try:
             return tuple([_address(pointers[uid]) for uid in self.uids])
         except KeyError as error:
             raise ValueError(f"pointers: there is none for the tensor with uid {error.args[0]}") from None
 
-    def _pack(self, addresses: tuple[int, ...], scratch: int) -> _Held:
+    def _pack(self, addresses: tuple[int, ...], scratch: int) -> "_Pack":
         """Gives the variant pack of these pointers, kept or new."""
         key = (addresses, scratch)
-        pack = self._packs.get(key)
-        if pack is None:
-            pack = self._new_pack(addresses, scratch)
-            if len(self._packs) >= _PACKS:
-                del self._packs[next(iter(self._packs))]
-            self._packs[key] = pack
+        return self._packs.get(key) or self._new_pack(key)
+
+    def _new_pack(self, key: tuple[tuple[int, ...], int]) -> "_Pack":
+        """Makes the variant pack of pointers and a workspace; see Note [variant packs]."""
+        addresses, scratch = key
+        if len(addresses) != len(self.uids) or 0 in addresses or (self.workspace and not scratch):
+            self._refuse(addresses)
+        if self._pointer is None:
+            raise ValueError(f"this {self._backend.kind} descriptor is closed")
+        packs = self._packs
+        create, put, finalize, _, destroy = self._raw
+        if len(packs) >= _PACKS:
+            _, pack = packs.popitem(last=False)
+            destroy(pack.address)
+        else:
+            pack = _Pack()
+        self._addresses[self._given] = addresses
+        uids, pointers, workspace = self._references
+        count = self._count
+        status = create(_PACK_KIND, pack.reference)
+        if status:
+            raise libraries.failure("cudnnBackendCreateDescriptor", status)
+        address = pack.address
+        status = put(address, _PACK_UIDS, _INT64, count, uids) or put(
+            address, _PACK_POINTERS, _VOID_PTR, count, pointers
+        )
+        if scratch and not status:
+            self._scratch_address.value = scratch
+            status = put(address, _PACK_WORKSPACE, _VOID_PTR, _ONE, workspace)
+        status = status or finalize(address)
+        if status:
+            error = libraries.failure("cudnnBackendFinalize", status)
+            error.add_note(f"a variant pack with the pointers {addresses}")
+            destroy(address)
+            raise error
+        packs[key] = pack
         return pack
 
-    def _new_pack(self, addresses: tuple[int, ...], scratch: int) -> _Held:
+    def _refuse(self, addresses: tuple[int, ...]) -> NoReturn:
+        """Says what is missing."""
         if len(addresses) != len(self.uids):
             raise ValueError(f"pointers: {len(addresses)} for the {len(self.uids)} tensors {self.uids}")
         for uid, address in zip(self.uids, addresses, strict=True):
             if not address:
                 raise ValueError(f"pointers: that of the tensor with uid {uid} is null")
-        if self.workspace and not scratch:
-            raise ValueError(f"workspace: the plan needs {self.workspace} bytes")
-        count = len(self._all_uids)
-        array = (ctypes.c_void_p * count)(*addresses, *self._scalar_addresses)
-        pack = _Held(bindings.CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)
-        pointer = pack._as_parameter_
-        put, finalize = _raw_functions()
-        status = (
-            put(pointer, _PACK_UIDS, _INT64, count, self._all_uids)
-            or put(pointer, _PACK_POINTERS, _VOID_PTR, count, array)
-            or put(pointer, _PACK_WORKSPACE, _VOID_PTR, 1, (ctypes.c_void_p * 1)(scratch))
-            or finalize(pointer)
-        )
-        if status:
-            text = f"a variant pack with the pointers {addresses}: {libraries.last_error_string()}"
-            raise cudnn_error("cudnnBackendFinalize", status, text)
-        return pack
+        raise ValueError(f"workspace: the plan needs {self.workspace} bytes")
 
     def __repr__(self) -> str:
         return f"ExecutionPlan({self.tag}, workspace={self.workspace})"
 
 
-_PACK_UIDS = int(bindings.CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS)
-_PACK_POINTERS = int(bindings.CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS)
-_PACK_WORKSPACE = int(bindings.CUDNN_ATTR_VARIANT_PACK_WORKSPACE)
-_INT64 = int(bindings.CUDNN_TYPE_INT64)
-_VOID_PTR = int(bindings.CUDNN_TYPE_VOID_PTR)
+# --- checks before each run ------------------------------------------------------------------------------------------
+
+_CHECKS = os.environ.get("FLCUDA_CHECK", "") not in ("", "0")
+
+
+class _CheckedPlan(ExecutionPlan):
+    """A plan that checks its pointers before each run; all plans are, under FLCUDA_CHECK=1. See Note [FLCUDA_CHECK]."""
+
+    _tensors: Mapping[int, Tensor]
+    _written: frozenset[int]
+
+    def launcher(self, handle: Handle) -> None:  # noqa: ARG002
+        return None
+
+    def __call__(self, *arrays: Any) -> None:
+        self._check_arrays(dict(zip(self.uids, arrays, strict=False)))
+        super().__call__(*arrays)
+
+    def execute(self, handle: Handle, pointers: Mapping[int, Any], workspace: Any = 0) -> None:
+        self._check_arrays(pointers)
+        if self.workspace and hasattr(workspace, "data"):
+            memory.check_array(self._scratch(_address(workspace)), workspace)
+        super().execute(handle, pointers, workspace)
+
+    def run(self, handle: Handle, pointers: tuple[int, ...], workspace: int = 0) -> None:
+        # A new pack finds missing pointers, in its own words.
+        self._pack(pointers, workspace)
+        regions = [self._region(uid, address) for uid, address in zip(self.uids, pointers, strict=True)]
+        if self.workspace:
+            regions.append(self._scratch(workspace))
+        memory.check_regions(regions)
+        super().run(handle, pointers, workspace)
+
+    def _check_arrays(self, arrays: Mapping[int, Any]) -> None:
+        for uid, array in arrays.items():
+            if uid in self._tensors and hasattr(array, "data"):
+                memory.check_array(self._region(uid, _address(array)), array)
+
+    def _region(self, uid: int, address: int) -> memory.Region:
+        tensor = self._tensors[uid]
+        bits = _DATA_TYPES[tensor.dtype].bits
+        return memory.Region(
+            f"{self.tag}: tensor {tensor} (uid {uid})",
+            address,
+            tensor.extent,
+            tensor.alignment,
+            tensor.shape,
+            tuple(step * bits // 8 for step in tensor.strides),
+            bits // 8,
+            uid in self._written,
+        )
+
+    def _scratch(self, address: int) -> memory.Region:
+        size = self.workspace
+        return memory.Region(f"{self.tag}: the workspace", address, size, 1, (size,), (1,), 1, written=True)
+
+
+def _plan(
+    backend: Backend,
+    uids: tuple[int, ...],
+    scalars: Mapping[int, Any],
+    tag: str,
+    build_ms: float,
+    tensors: Mapping[int, Tensor],
+    written: frozenset[int],
+) -> ExecutionPlan:
+    """Makes the plan of a finalized descriptor, with checks where they are asked for."""
+    if not _CHECKS:
+        return ExecutionPlan(backend, uids, scalars, tag, build_ms)
+    made = _CheckedPlan(backend, uids, scalars, tag, build_ms)
+    made._tensors = {uid: tensors[uid] for uid in uids}
+    made._written = written
+    return made
+
+
+def _json_tensor(entry: Mapping[str, Any]) -> Tensor:
+    """Describes a tensor of a plan's JSON."""
+    uid = int(entry["name"])
+    dtype = next(word for word, kind in _DATA_TYPES.items() if kind.code.name == entry["dataType"])
+    return Tensor(uid, str(uid), tuple(entry["dim"]), tuple(entry["stride"]), dtype, int(entry["ptrAlignment"]))
+
+
+# Arguments of raw functions are made once and need no conversion at the call.
+_PACK_KIND = ctypes.c_int.from_param(bindings.CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)
+_PACK_UIDS = ctypes.c_int.from_param(bindings.CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS)
+_PACK_POINTERS = ctypes.c_int.from_param(bindings.CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS)
+_PACK_WORKSPACE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_VARIANT_PACK_WORKSPACE)
+_INT64 = ctypes.c_int.from_param(bindings.CUDNN_TYPE_INT64)
+_VOID_PTR = ctypes.c_int.from_param(bindings.CUDNN_TYPE_VOID_PTR)
+_ONE = ctypes.c_int64.from_param(1)
+
+
+class _RawFunctions(NamedTuple):
+    """Functions of cuDNN without the bound functions' checks of arguments, each of which returns its status.
+
+    They have no argtypes, which cost as much again as a call: each argument must be an object of ctypes of the right
+    type, best one that its `from_param` or `byref` gave.
+    """
+
+    create: Any
+    set_attribute: Any
+    finalize: Any
+    execute: Any
+    destroy: Any
 
 
 @functools.cache
-def _raw_functions() -> tuple[Any, Any]:
-    """Gives cudnnBackendSetAttribute and cudnnBackendFinalize without the bound functions' checks of arguments.
-
-    A run with new pointers makes four such calls, which the checks would make three times as slow. Each returns its
-    status.
-    """
+def _raw_functions() -> _RawFunctions:
     library = libraries.load()
-    put, finalize = library.function("cudnnBackendSetAttribute"), library.function("cudnnBackendFinalize")
-    put.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p)
-    finalize.argtypes = (ctypes.c_void_p,)
-    return put, finalize
+    return _RawFunctions(
+        *(
+            library.function(f"cudnnBackend{name}")
+            for name in ("CreateDescriptor", "SetAttribute", "Finalize", "Execute", "DestroyDescriptor")
+        )
+    )
+
+
+class _Pack:
+    """A variant pack, or the place for one; its plan creates and destroys it. See Note [variant packs].
+
+    Attributes:
+        address: the descriptor.
+        reference: where create puts it.
+    """
+
+    __slots__ = ("address", "reference")
+
+    def __init__(self) -> None:
+        self.address = ctypes.c_void_p()
+        self.reference = ctypes.byref(self.address)
+
+    @property
+    def _as_parameter_(self) -> Any:
+        return bindings.cudnnBackendDescriptor_t.from_buffer(self.address)
+
+
+def _destroy_packs(packs: dict[Any, _Pack], destroy: Callable[[Any], int]) -> None:
+    while packs:
+        destroy(packs.popitem()[1].address)
 
 
 def _address(pointer: Any) -> int:

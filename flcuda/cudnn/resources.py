@@ -7,6 +7,9 @@ Note [exit]: nothing is destroyed when the interpreter exits. By then the CUDA c
 destroy call would crash, and the process gives everything back anyway. So no finalizer runs at exit.
 
 Streams, arrays and workspaces belong to CuPy and are borrowed.
+
+Note [each call]: `handle` is a part of every call of a plan. So it asks CuPy for device and stream, compares, and does
+no more; whether there is any CUDA was found out by the thread's first call.
 """
 
 import ctypes
@@ -77,24 +80,26 @@ class Owner:
             pointer: what the create function gave.
             destroy: called with it once; must not refer to the owner.
         """
-        self._pointer = pointer
+        self._pointer: Any = pointer  # None when closed
         self._finalizer = weakref.finalize(self, destroy, pointer)
         # See Note [exit].
         self._finalizer.atexit = False
 
     @property
     def _as_parameter_(self) -> Any:
-        if not self._finalizer.alive:
+        pointer = self._pointer
+        if pointer is None:
             raise ValueError(f"this {type(self).__name__} is closed")
-        return self._pointer
+        return pointer
 
     @property
     def closed(self) -> bool:
         """Whether it has been destroyed."""
-        return not self._finalizer.alive
+        return self._pointer is None
 
     def close(self) -> None:
         """Destroys it; does nothing the second time."""
+        self._pointer = None
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -189,6 +194,7 @@ class _ThreadHandles(threading.local):
 
     def __init__(self) -> None:
         self.by_device: dict[int, Handle] = {}
+        self.cuda: Any = None  # the module cupy.cuda, when there is any CUDA here
 
 
 _handles = _ThreadHandles()
@@ -210,17 +216,19 @@ def handle(device_index: int | None = None) -> Handle:
         LibraryNotFoundError: there is no cuDNN.
         ValueError: the device is not the current one; names both.
     """
-    handles = _handles.by_device
-    if not handles:
+    mine = _handles
+    cuda = mine.cuda
+    if cuda is None:
         devices.resolve("cuda")  # Only the first call has to find out whether there is any CUDA here.
-    cuda = devices.cupy().cuda
+        cuda = mine.cuda = devices.cupy().cuda
     current = cuda.runtime.getDevice()
-    if device_index not in (None, current):
+    if device_index is not None and device_index != current:
         raise ValueError(f"the cuDNN handle is to be on cuda:{device_index} and the current device is cuda:{current}")
-    found = handles.get(current)
-    if found is None or found.closed:
-        found = handles[current] = Handle(current)
-    found._follow(cuda, current)
+    found = mine.by_device.get(current)
+    if found is None or found._pointer is None:
+        found = mine.by_device[current] = Handle(current)
+    if cuda.get_current_stream().ptr != found._stream:
+        found._follow(cuda, current)
     return found
 
 

@@ -6,9 +6,10 @@ full names (`from flcuda.finder.plan import Plan`).
 
 from flcuda.finder.candidate import Candidate, Runner
 from flcuda.finder.choice import Choice, Key
+from flcuda.finder.graph_problem import GraphProblem, GraphTensor, Operation, Ref
 from flcuda.finder.plan import Plan
 from flcuda.finder.policy import Policy, current_policy, policy
-from flcuda.finder.problem import ConvolutionProblem, output_shape
+from flcuda.finder.problem import ConvolutionProblem, Problem, output_shape
 from flcuda.finder.problems import problems
 from flcuda.finder.report import FindReport, Row
 from flcuda.finder.search import find, plan
@@ -21,9 +22,14 @@ __all__ = [
     "ChoiceStore",
     "ConvolutionProblem",
     "FindReport",
+    "GraphProblem",
+    "GraphTensor",
     "Key",
+    "Operation",
     "Plan",
     "Policy",
+    "Problem",
+    "Ref",
     "Row",
     "Runner",
     "Source",

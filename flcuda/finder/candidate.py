@@ -8,6 +8,9 @@ from typing import Any, Protocol
 class Runner(Protocol):
     """A candidate made ready for this thread and device; owns its descriptors.
 
+    It may have an attribute `launch`: None, or a function that does what a call does and takes one tuple of the
+    operands' device addresses instead of the arrays. A Plan calls that for operands that it has checked.
+
     Attributes:
         workspace: bytes of scratch memory that a call takes from the current allocator.
     """
@@ -16,8 +19,9 @@ class Runner(Protocol):
     def workspace(self) -> int:
         """Bytes of scratch memory."""
 
-    def __call__(self, a: Any, b: Any, out: Any) -> None:
-        """Computes `out` from the two inputs, in the order of `problem.operands`, on the current stream.
+    # to a type checker, these two together are any parameters: a runner may name its own
+    def __call__(self, *operands: Any, **named: Any) -> None:
+        """Computes the outputs from the inputs, by position in the order of `problem.operands`, on the current stream.
 
         Nothing is checked and nothing allocated but the workspace. May raise CudnnNotSupportedError or MemoryError
         before it has written anything; the plan then takes the next candidate.
@@ -37,6 +41,7 @@ class Candidate:
         build: makes the Runner for the calling thread and the current device; may raise CudnnNotSupportedError.
         parameters: what else the source needs to restore it, by name; also tells apart candidates of one algo.
         reported_ms: the time that the library itself claims, in milliseconds, if it does.
+        prepared_ms: host milliseconds of building that the source has spent already, so that `build` need not.
         reason: why it cannot be used; None when it can.
     """
 
@@ -48,6 +53,7 @@ class Candidate:
     build: Callable[[], Runner] = field(compare=False, repr=False)
     parameters: tuple[tuple[str, int | str], ...] = ()
     reported_ms: float | None = field(default=None, compare=False)
+    prepared_ms: float = field(default=0.0, compare=False)
     reason: str | None = field(default=None, compare=False)
 
     @property

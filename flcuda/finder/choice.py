@@ -24,7 +24,7 @@ from flcuda.cudnn import library
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import Problem
 
 SCHEMA = 1
 
@@ -55,14 +55,14 @@ class Key:
         sources: names of the sources that were asked, sorted.
     """
 
-    problem: ConvolutionProblem
+    problem: Problem
     policy: Policy
     device_model: tuple[tuple[str, int | str], ...]
     library_version: str
     sources: tuple[str, ...]
 
     @classmethod
-    def of(cls, problem: ConvolutionProblem, policy: Policy, device: Device, sources: tuple[str, ...]) -> Self:
+    def of(cls, problem: Problem, policy: Policy, device: Device, sources: tuple[str, ...]) -> Self:
         """Makes the key of a Problem on a device that is here."""
         mode = "heuristic" if policy.mode == "heuristic" else "find"
         return cls(
@@ -91,7 +91,7 @@ class Key:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Makes the key of what `to_json` returned; raises ValueError, TypeError or KeyError for anything else."""
         return cls(
-            problem=ConvolutionProblem.parse(value["problem"]),
+            problem=Problem.parse(value["problem"]),
             policy=Policy(**value["policy"]),
             device_model=tuple(
                 sorted((_text(name), _parameter(entry)) for name, entry in value["device_model"].items())
@@ -107,9 +107,9 @@ class Key:
 
     @property
     def file_name(self) -> str:
-        """Name of the file in a folder of choices: the direction, for people, and a digest of `text`."""
+        """Name of the file in a folder of choices: the Problem's kind, for people, and a digest of `text`."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return f"{self.problem.direction}-{digest[:24]}.json"
+        return f"{self.problem.kind}-{digest[:24]}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Choice:
         )
 
     @property
-    def problem(self) -> ConvolutionProblem:
+    def problem(self) -> Problem:
         """The Problem that it answers."""
         return self.key.problem
 

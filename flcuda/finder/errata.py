@@ -6,6 +6,7 @@ up to 80 % slower (pytorch PR#189207).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -13,7 +14,8 @@ from flcuda import device as devices
 from flcuda.cudnn import library as libraries
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.graph_problem import GraphProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,14 @@ class Erratum:
         maths: "fma", "tensor_op": how the candidate computes.
         sms: compute capabilities times ten.
         directions: of the problem.
+        graphs: says of a GraphProblem whether it is affected; no ConvolutionProblem is then.
         precisions: of the problem.
         ranks: numbers of spatial dimensions.
+        layouts: of x, or its gradient.
         windows_only: a window of one element is not affected.
+        depthwise_only: only convolutions of which each group has one channel are affected.
+        ragged_only: only grouped convolutions are affected whose filters are no multiple of 8.
+        large_only: only those are affected whose x has 2^31 elements or more.
         nondeterministic: the result is right, but its bits may differ from run to run; the candidate stays usable where
             that does not matter.
     """
@@ -64,17 +71,50 @@ class Erratum:
     maths: tuple[str, ...] = ()
     sms: tuple[int, ...] = ()
     directions: tuple[str, ...] = ()
+    graphs: Callable[[GraphProblem], bool] | None = None
     precisions: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ()
     windows_only: bool = False
+    depthwise_only: bool = False
+    ragged_only: bool = False
+    large_only: bool = False
     nondeterministic: bool = False
 
-    def concerns(self, candidate: Candidate, problem: ConvolutionProblem, gpu: Gpu) -> bool:
-        """Says whether a candidate for a problem has this fault on a GPU."""
+    def concerns(self, candidate: Candidate, problem: Problem, gpu: Gpu) -> bool:
+        """Says whether a candidate for a problem has this fault on a GPU.
+
+        A graph has the faults of its operations and of each convolution in it, but those of a numbered engine: in
+        another graph that number is another engine's.
+        """
         if not self.since <= gpu.cudnn < self.before:
             return False
+        if self.graphs is not None:
+            affected = isinstance(problem, GraphProblem) and self.graphs(problem)
+            return affected and self._scoped(candidate, problem, gpu)
+        if self.algos and isinstance(problem, GraphProblem):
+            return False
+        return any(self._of_convolution(candidate, convolution, gpu) for convolution in problem.convolutions)
+
+    def _of_convolution(self, candidate: Candidate, problem: ConvolutionProblem, gpu: Gpu) -> bool:
         if self.windows_only and math.prod(problem.w_shape[2:]) == 1:
             return False
+        if self.depthwise_only and problem.w_shape[1] > 1:
+            return False
+        if self.ragged_only and (problem.groups == 1 or problem.w_shape[0] % 8 == 0):
+            return False
+        if self.large_only and math.prod(problem.x_shape) < 2**31:
+            return False
+        return self._scoped(candidate, problem, gpu) and all(
+            not allowed or value in allowed
+            for allowed, value in (
+                (self.directions, problem.direction),
+                (self.ranks, len(problem.stride)),
+                (self.layouts, problem.layout_of("x")),
+            )
+        )
+
+    def _scoped(self, candidate: Candidate, problem: Problem, gpu: Gpu) -> bool:
         return all(
             not allowed or value in allowed
             for allowed, value in (
@@ -82,9 +122,7 @@ class Erratum:
                 (self.algos, candidate.algo),
                 (self.maths, candidate.math),
                 (self.sms, gpu.sm),
-                (self.directions, problem.direction),
                 (self.precisions, problem.precision),
-                (self.ranks, len(problem.stride)),
             )
         )
 
@@ -92,6 +130,22 @@ class Erratum:
     def text(self) -> str:
         """The reason with its report, in one line."""
         return f"known fault of cuDNN: {self.reason} ({self.report})"
+
+
+def _sums(problem: GraphProblem) -> bool:
+    return any(operation.method == "reduction" for operation in problem.operations)
+
+
+def _flat(problem: GraphProblem) -> bool:
+    return not problem.contracts and all(len(problem.shape_of(name)) <= 2 for name in problem.operands)
+
+
+def _one_dimension_of_three(problem: GraphProblem) -> bool:
+    shapes = [problem.shape_of(name) for name in problem.operands]
+    if problem.contracts or any(len(shape) != 3 for shape in shapes):
+        return False
+    batch = max(shape[0] for shape in shapes)
+    return batch > 1 and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
 
 
 ERRATA: tuple[Erratum, ...] = (
@@ -105,6 +159,35 @@ ERRATA: tuple[Erratum, ...] = (
         sms=(86,),
         directions=("forward",),
         nondeterministic=True,
+    ),
+    # Seen with swish_bwd and a sum over (N, H, W) in one graph, in float16, on an H200. No other GPU or version was
+    # tried; what is at stake is only whether such a graph counts as deterministic.
+    Erratum(
+        reason="two equal runs of a fused reduction differ in the last bits, and cuDNN does not say so",
+        report="seen with cuDNN 9.19 on an H200, engine 1",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        graphs=_sums,
+        nondeterministic=True,
+    ),
+    Erratum(
+        reason="a graph of tensors with one or two dimensions writes its first row only; give them 3 dimensions, (1, "
+        "rows, columns)",
+        report="seen with cuDNN 9.19 on an H200; 9.28 refuses such graphs",
+        since=90000,
+        before=92800,
+        sources=("graph",),
+        graphs=_flat,
+    ),
+    Erratum(
+        reason="at 3 dimensions an operand that has only one of them, (1, C, 1) of (N, C, L), is read at wrong places, "
+        "or outside its memory; give it a second one, (1, C, L)",
+        report="seen with cuDNN 9.19 on an H200",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        graphs=_one_dimension_of_three,
     ),
     # Neither engine nor GPU was ever named; PyTorch did without cuDNN for all of these, in all directions.
     Erratum(
@@ -126,11 +209,86 @@ ERRATA: tuple[Erratum, ...] = (
         precisions=("tf32",),
         ranks=(3,),
     ),
+    # Its test failed from 9.11 on, not with 9.10.2; PyTorch did without cuDNN, in all dtypes, until 9.15.
+    Erratum(
+        reason="NHWC depthwise convolutions of 2^31 elements or more are broken from 9.11 to 9.14; install cuDNN 9.15 "
+        "or newer",
+        report="pytorch PR#163171, PR#168364",
+        since=91100,
+        before=91500,
+        layouts=("nhwc",),
+        depthwise_only=True,
+        large_only=True,
+    ),
+    # These were found by random convolutions with sparse whole numbers, 20,000 runs, engine by engine. Another version
+    # may number its engines otherwise, and nobody has looked there: what is at stake is a wrong number or a write
+    # outside an array, and what is lost is one engine of many, so the versions are not narrowed.
+    Erratum(
+        reason="the engine writes as many filters as the next multiple of 8, outside dw",
+        report="seen with cuDNN 9.19 on an H200: c12 k12 g3",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("9", "10", "23"),
+        directions=("backward_filter",),
+        ragged_only=True,
+    ),
+    Erratum(
+        reason="the engine gives wrong filter gradients in nchw",
+        report="seen with cuDNN 9.19 on an H200, 28 of 127 problems",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("70",),
+        directions=("backward_filter",),
+        layouts=("nchw", "strided"),
+    ),
+    Erratum(
+        reason="the engine gives wrong results in nchw, and writes outside y",
+        report="seen with cuDNN 9.19 on an H200, 13 of 124 problems",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("71", "72"),
+        directions=("forward",),
+        layouts=("nchw", "strided"),
+    ),
+    Erratum(
+        reason="the engine gives wrong data gradients in nchw",
+        report="seen with cuDNN 9.19 on an H200, 5 of 8 problems",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("78",),
+        directions=("backward_data",),
+        layouts=("nchw", "strided"),
+    ),
+    Erratum(
+        reason="the engine leaves elements of filter gradients of one channel out",
+        report="seen with cuDNN 9.19 on an H200, 2 of 18 problems",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("69",),
+        directions=("backward_filter",),
+        precisions=("tf32",),
+        depthwise_only=True,
+    ),
+    Erratum(
+        reason="the engine reads what lies between the elements of strided operands: NaN there makes the result NaN",
+        report="seen with cuDNN 9.19 on an H200, 1 of 4 problems",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("4",),
+        directions=("backward_filter",),
+        precisions=("float64",),
+    ),
 )
 """The known faults. Each entry says no more than its report does."""
 
 
-def apply(candidate: Candidate, problem: ConvolutionProblem, gpu: Gpu) -> Candidate:
+def apply(candidate: Candidate, problem: Problem, gpu: Gpu) -> Candidate:
     """Marks a candidate that has a known fault. Every source that calls cuDNN passes what it offers through this.
 
     Args:

@@ -21,6 +21,7 @@ from flcuda.device import Device
 from flcuda.errors import FlcudaError
 from flcuda.finder.candidate import Candidate, Runner
 from flcuda.finder.plan import is_out_of_memory
+from flcuda.finder.verify import Verification, Verifier
 from flcuda.timing import Timing
 
 HOPELESS = 3.0
@@ -45,7 +46,7 @@ CPU_SLOW_S = 0.2
 CPU_LONE_REPEATS = 3
 """Samples of a candidate that has no rival."""
 
-Operands = tuple[Any, Any, Any]
+Operands = tuple[Any, ...]
 T = TypeVar("T")
 
 
@@ -57,35 +58,52 @@ class Measurement:
         candidate: which one.
         runner: what it built, ready for more runs on this thread and device; None when unusable.
         timing: its times; None when unusable.
-        build_ms: host milliseconds of building it and of its first run.
+        build_ms: host milliseconds of building it, its source's preparation counted.
+        first_run_ms: host milliseconds of its first run, which loads its kernels; None when it did not come to it.
         reason: why it is unusable, else None.
+        verification: whether its results are right; None when that was not asked.
     """
 
     candidate: Candidate
     runner: Runner | None
     timing: Timing | None
     build_ms: float
+    first_run_ms: float | None
     reason: str | None
+    verification: Verification | None = None
 
 
-def measure(candidates: Iterable[Candidate], operands: Operands, device: Device) -> list[Measurement]:
-    """Runs and times candidates.
+def measure(
+    candidates: Iterable[Candidate],
+    operands: Operands,
+    device: Device,
+    verifier: Verifier | None = None,
+    *,
+    deterministic: bool = False,
+) -> list[Measurement]:
+    """Runs and times candidates; those whose results are wrong are not timed.
 
     Args:
         candidates: what to measure; those that carry a reason are passed through.
-        operands: the two inputs and the output in the Problem's order and layout, on the device, which is current. The
-            output is overwritten, or added to where the Problem accumulates.
+        operands: the inputs and the outputs in the Problem's order and layout, on the device, which is current. The
+            outputs are overwritten, or added to where the Problem accumulates.
         device: where they are.
+        verifier: says whether results are right; by default nobody does.
+        deterministic: a candidate whose bits the verifier sees differ from run to run is unusable.
 
     Returns:
         One measurement a candidate: the fastest first, equals in their order; behind them those that were dropped; then
         the unusable ones in their order.
     """
-    tried = [_first_run(candidate, operands, device) for candidate in candidates]
+    tried = [_first_run(candidate, operands, device, verifier, deterministic) for candidate in candidates]
     usable = [each for each in tried if each.reason is None]
     ranked = (_ranked_cpu if device.kind == "cpu" else _ranked_cuda)(usable, operands, device)
     return ranked + [
-        Measurement(each.candidate, None, None, each.build_ms, each.reason) for each in tried if each.reason is not None
+        Measurement(
+            each.candidate, None, None, each.build_ms, each.first_run_ms, each.reason, verification=each.verification
+        )
+        for each in tried
+        if each.reason is not None
     ]
 
 
@@ -132,31 +150,62 @@ class _Tried:
     reason: str | None
     runner: Runner | None = None
     build_ms: float = 0.0
+    first_run_ms: float | None = None
     first_ms: float = 0.0
+    verification: Verification | None = None
 
-    def timed(self, timer: Callable[[Callable[[], None]], T], operands: Operands) -> T | None:
-        """Calls a timer with what runs the candidate, built when it is not; a failure becomes the reason."""
+    def attempt(self, call: Callable[[Runner], T]) -> T | None:
+        """Calls something with the runner, built when it is not; a failure becomes the reason."""
         try:
             if self.runner is None:
+                start = time.perf_counter()
                 self.runner = self.candidate.build()
-            return timer(functools.partial(self.runner, *operands))
+                self.build_ms = self.candidate.prepared_ms + 1e3 * (time.perf_counter() - start)
+            return call(self.runner)
         except (FlcudaError, MemoryError) as error:
-            self.reason = failure_reason(error)
+            self.fail(failure_reason(error))
             return None
+
+    def fail(self, reason: str) -> None:
+        """Gives the candidate up; what it holds goes."""
+        self.reason = reason
+        self.runner = None
+
+    def timed(self, timer: Callable[[Callable[[], None]], T], operands: Operands) -> T | None:
+        """Calls a timer with what runs the candidate; a failure becomes the reason."""
+        return self.attempt(lambda runner: timer(functools.partial(runner, *operands)))
 
     def measured(self, times: Timing) -> Measurement:
         """Gives the result of a candidate that works."""
-        return Measurement(self.candidate, self.runner, times, self.build_ms, None)
+        return Measurement(
+            self.candidate, self.runner, times, self.build_ms, self.first_run_ms, None, verification=self.verification
+        )
 
 
-def _first_run(candidate: Candidate, operands: Operands, device: Device) -> _Tried:
-    """Builds a candidate and runs it once, with whatever is loaded at the first run."""
+def _first_run(
+    candidate: Candidate, operands: Operands, device: Device, verifier: Verifier | None, deterministic: bool
+) -> _Tried:
+    """Builds a candidate, runs it once, with whatever is loaded at the first run, and verifies it."""
     tried = _Tried(candidate, candidate.reason)
-    if tried.reason is None:
+    if tried.reason is not None:
+        return tried
+
+    def once(run: Callable[[], None]) -> float:
         start = time.perf_counter()
-        first_ms = tried.timed(lambda run: with_memory(lambda: timing.once(run, device), device), operands)
-        tried.first_ms = 0.0 if first_ms is None else first_ms
-        tried.build_ms = 1e3 * (time.perf_counter() - start)
+        took_ms = with_memory(lambda: timing.once(run, device), device)
+        tried.first_run_ms = 1e3 * (time.perf_counter() - start)
+        return took_ms
+
+    first_ms = tried.timed(once, operands)
+    tried.first_ms = 0.0 if first_ms is None else first_ms
+    if verifier is not None and tried.reason is None:
+        tried.verification = tried.attempt(
+            lambda runner: with_memory(lambda: verifier.check(runner, deterministic=candidate.deterministic), device)
+        )
+        if tried.verification is not None and tried.verification.reason is not None:
+            tried.fail(tried.verification.reason)
+        elif deterministic and tried.verification is not None and tried.verification.repeats is False:
+            tried.fail("not deterministic: a second run gave other bits")
     return tried
 
 

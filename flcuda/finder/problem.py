@@ -1,6 +1,7 @@
-"""What is to be computed: one convolution, frozen, validated, hashable and printable as one line that reads back.
+"""What is to be computed, frozen, validated, hashable and printable as one line that reads back.
 
-Descriptors, store keys and plans are all made from the Problem, so that they cannot disagree.
+`Problem` is what every kind has in common; `ConvolutionProblem` is one convolution. Descriptors, store keys and plans
+are all made from the Problem, so that they cannot disagree.
 
 Note [size-1 dimensions]: the stride of a dimension of size 1 is never used to address memory, so the arrays of a 1x1
 filter or of a single channel have no layout of their own. `from_arrays` gives such an operand the strides of the layout
@@ -14,7 +15,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,11 @@ DIRECTIONS = ("forward", "backward_data", "backward_filter")
 DTYPES = tuple(devices.DTYPES)
 LAYOUTS = devices.LAYOUTS
 MATHS = ("fma", "tensor_op")
+OPERAND_DTYPES: dict[str, np.dtype[Any]] = {
+    **devices.DTYPES,
+    **{word: np.dtype(word) for word in ("int8", "uint8", "int32", "int64")},
+}
+"""The dtypes that an operand of any Problem may have: the floating ones of a convolution, and indices and masks."""
 
 # in, in, out of each direction; the letter names the tensor that the operand is, or is the gradient of
 _OPERANDS = {
@@ -37,7 +43,7 @@ _OPERANDS = {
 _TENSOR = {"x": "x", "w": "w", "y": "y", "dx": "x", "dw": "w", "dy": "y"}
 
 _LARGEST = 2**63 - 1
-_DEFAULT_ALIGNMENT = 16
+DEFAULT_ALIGNMENT = 16
 _LARGEST_ALIGNMENT = 32
 # up to so many elements, strides that fail the quick rule are tested by listing every offset (some 20 ms)
 _EXACT_OVERLAP_ELEMENTS = 1 << 20
@@ -262,8 +268,171 @@ def padding_pair(
     return tuple(before), tuple(after)
 
 
+class Problem:
+    """What every kind of Problem has: named operands, the inputs first, each with shape, strides, dtype and alignment.
+
+    Attributes:
+        compute: dtype of the sums.
+        math: "fma" or "tensor_op"; with float32 operands, tensor_op means TF32.
+        accumulate: the result is added to the output instead of replacing it.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def compute(self) -> str:
+            """Dtype of the sums."""
+
+        @property
+        def math(self) -> str:
+            """How products are computed: "fma" or "tensor_op"."""
+
+        @property
+        def accumulate(self) -> bool:
+            """Whether the result is added to the output."""
+
+    @staticmethod
+    def parse(line: str) -> "Problem":
+        """Reads a Problem of either kind: `graph ...` is a GraphProblem, anything else a ConvolutionProblem.
+
+        Args:
+            line: what `str` of a Problem prints, or what `parse` of its class understands.
+
+        Returns:
+            The Problem.
+
+        Raises:
+            ValueError, TypeError: the line is none; the message names what is wrong.
+        """
+        if not isinstance(line, str):
+            raise TypeError(f"line must be a string, not {line!r}")
+        if re.match(r"\s*graph\b", line):
+            # it is built on this module
+            from flcuda.finder.graph_problem import GraphProblem
+
+            return GraphProblem.parse(line)
+        return ConvolutionProblem.parse(line)
+
+    @property
+    def kind(self) -> str:
+        """The word that a stored choice's file name begins with: a direction, or "graph"."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of what is read, in the order of a call."""
+        raise NotImplementedError
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of what is written, in the order of a call."""
+        raise NotImplementedError
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the inputs, then of the outputs: the order in which a runner takes them."""
+        return self.inputs + self.outputs
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of an operand."""
+        raise NotImplementedError
+
+    def strides_of(self, name: str) -> tuple[int, ...]:
+        """Returns the strides of an operand, in elements."""
+        raise NotImplementedError
+
+    def dtype_of(self, name: str) -> str:
+        """Returns the dtype word of an operand."""
+        raise NotImplementedError
+
+    def alignment_of(self, name: str) -> int:
+        """Returns the alignment of an operand, in bytes."""
+        raise NotImplementedError
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it sums products, in a convolution or a matrix product, which is what tensor cores compute."""
+        raise NotImplementedError
+
+    @property
+    def convolutions(self) -> tuple["ConvolutionProblem", ...]:
+        """The convolutions in it: what a fault of one concerns."""
+        raise NotImplementedError
+
+    def layout_of(self, name: str) -> str:
+        """Returns the layout of an operand: "nchw", "nhwc" (of strides that say both, the exact one) or "strided"."""
+        shape = self.shape_of(name)
+        strides = self.strides_of(name)
+        for layout in LAYOUTS:
+            if strides == contiguous_strides(shape, layout):
+                return layout
+        for layout in LAYOUTS:
+            if same_strides(shape, strides, contiguous_strides(shape, layout)):
+                return layout
+        return "strided"
+
+    @property
+    def precision(self) -> str:
+        """The word for dtype and math of the first input: float64, float32, tf32, float16, bfloat16, or an integer."""
+        dtype = self.dtype_of(self.inputs[0])
+        return "tf32" if dtype == "float32" and self.math == "tensor_op" else dtype
+
+    def random_arrays(self, seed: int = 0, device: Any = None) -> dict[str, Any]:
+        """Makes operands for a call of a Plan: `plan(**problem.random_arrays())`.
+
+        Args:
+            seed: of the numbers, which are the same on both devices but for the last bits.
+            device: where the arrays live: a Device, "cuda", "cpu" or None for a GPU if there is one.
+
+        Returns:
+            A dict of new arrays, owned by the caller: the inputs by their names, standard normal (integers are 0, which
+            is a valid index), with the Problem's strides; and "out", standard normal too when the Problem accumulates,
+            else NaN, so that an element not written shows. Of several outputs "out" is a tuple. Numbers repeat after
+            1,048,573.
+        """
+        target = devices.resolve(device)
+        arrays = {}
+        results = []
+        with target.use():
+            for position, name in enumerate(self.operands):
+                array = self.empty(name, target)
+                if np.dtype(array.dtype).kind in "iu":
+                    array[...] = 0
+                elif name in self.outputs and not self.accumulate:
+                    bits = _bits(array)
+                    array.view(bits)[...] = np.array(math.nan, array.dtype).view(bits)[()]
+                else:
+                    _fill_normal(array, seed, position * _RANDOM_SPACING, target)
+                if name in self.outputs:
+                    results.append(array)
+                else:
+                    arrays[name] = array
+        arrays["out"] = results[0] if len(results) == 1 else tuple(results)
+        return arrays
+
+    def empty(self, name: str, device: Any) -> Any:
+        """Allocates an operand, not initialised, with the Problem's strides.
+
+        Args:
+            name: of the operand.
+            device: a Device, which the caller has made current.
+
+        Returns:
+            An array owned by the caller, from the device's current allocator.
+        """
+        xp = device.xp
+        shape = self.shape_of(name)
+        strides = self.strides_of(name)
+        dtype = OPERAND_DTYPES[self.dtype_of(name)]
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        memory = xp.empty(extent, dtype)
+        return xp.lib.stride_tricks.as_strided(memory, shape, tuple(step * dtype.itemsize for step in strides))
+
+
 @dataclass(frozen=True, slots=True)
-class ConvolutionProblem:
+class ConvolutionProblem(Problem):
     """One convolution in one direction: everything that decides how it can be computed, and nothing else.
 
     The tensors are x (N, C, *spatial), w (K, C / groups, *kernel) and y (N, K, *spatial); in a backward direction the
@@ -315,9 +484,9 @@ class ConvolutionProblem:
     dilation: tuple[int, ...]
     groups: int
     accumulate: bool = False
-    x_alignment: int = _DEFAULT_ALIGNMENT
-    w_alignment: int = _DEFAULT_ALIGNMENT
-    y_alignment: int = _DEFAULT_ALIGNMENT
+    x_alignment: int = DEFAULT_ALIGNMENT
+    w_alignment: int = DEFAULT_ALIGNMENT
+    y_alignment: int = DEFAULT_ALIGNMENT
 
     def __post_init__(self) -> None:
         _check_direction(self.direction)
@@ -510,7 +679,7 @@ class ConvolutionProblem:
             else:
                 strides[tensor] = contiguous_strides(shape, layout or preferred)
                 dtypes[tensor] = dtype
-                alignments[tensor] = _DEFAULT_ALIGNMENT
+                alignments[tensor] = DEFAULT_ALIGNMENT
         return cls(
             direction=direction,
             x_shape=x_shape,
@@ -594,7 +763,7 @@ class ConvolutionProblem:
         if self.accumulate:
             words.append("acc")
         alignments = (self.x_alignment, self.w_alignment, self.y_alignment)
-        if set(alignments) != {_DEFAULT_ALIGNMENT}:
+        if set(alignments) != {DEFAULT_ALIGNMENT}:
             words.append("align:" + _collapse(alignments))
         return " ".join(words)
 
@@ -604,6 +773,31 @@ class ConvolutionProblem:
         return output_shape(
             self.x_shape, self.w_shape, self.padding_before, self.padding_after, self.stride, self.dilation, self.groups
         )
+
+    @property
+    def kind(self) -> str:
+        """The direction."""
+        return self.direction
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the two inputs: x w, dy w or x dy."""
+        return _OPERANDS[self.direction][:2]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The name of the output: y, dx or dw."""
+        return _OPERANDS[self.direction][2:]
+
+    @property
+    def contracts(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def convolutions(self) -> tuple["ConvolutionProblem", ...]:
+        """Itself."""
+        return (self,)
 
     @property
     def operands(self) -> tuple[str, str, str]:
@@ -630,24 +824,6 @@ class ConvolutionProblem:
         alignment: int = getattr(self, _TENSOR[name] + "_alignment")
         return alignment
 
-    def layout_of(self, name: str) -> str:
-        """Returns the layout of an operand: "nchw", "nhwc" (of strides that say both, the exact one) or "strided"."""
-        shape = self.shape_of(name)
-        strides = self.strides_of(name)
-        for layout in LAYOUTS:
-            if strides == contiguous_strides(shape, layout):
-                return layout
-        for layout in LAYOUTS:
-            if same_strides(shape, strides, contiguous_strides(shape, layout)):
-                return layout
-        return "strided"
-
-    @property
-    def precision(self) -> str:
-        """The word for dtype and math of the inputs: float64, float32, tf32, float16 or bfloat16."""
-        dtype = self.dtype_of(self.operands[0])
-        return "tf32" if dtype == "float32" and self.math == "tensor_op" else dtype
-
     @property
     def flops(self) -> int:
         """Floating-point operations of the direct method, two a multiply-add, padding counted; for any direction."""
@@ -660,50 +836,6 @@ class ConvolutionProblem:
             TypeError: the output's dtype differs from the inputs', so that the other direction would have mixed inputs.
         """
         return replace(self, direction=direction)
-
-    def random_arrays(self, seed: int = 0, device: Any = None) -> dict[str, Any]:
-        """Makes operands for a call of a Plan: `plan(**problem.random_arrays())`.
-
-        Args:
-            seed: of the numbers, which are the same on both devices but for the last bits.
-            device: where the arrays live: a Device, "cuda", "cpu" or None for a GPU if there is one.
-
-        Returns:
-            A dict of new arrays, owned by the caller: the two inputs by their names, standard normal, with the
-            Problem's strides; and "out", standard normal too when the Problem accumulates, else NaN, so that an
-            element not written shows. Numbers repeat after 1,048,573.
-        """
-        target = devices.resolve(device)
-        arrays = {}
-        first, second, out = self.operands
-        with target.use():
-            for position, name in enumerate((first, second, out)):
-                array = self.empty(name, target)
-                if name == out and not self.accumulate:
-                    bits = _bits(array)
-                    array.view(bits)[...] = np.array(math.nan, array.dtype).view(bits)[()]
-                else:
-                    _fill_normal(array, seed, position * _RANDOM_SPACING, target)
-                arrays["out" if name == out else name] = array
-        return arrays
-
-    def empty(self, name: str, device: Any) -> Any:
-        """Allocates an operand, not initialised, with the Problem's strides.
-
-        Args:
-            name: x, w, y, dx, dw or dy.
-            device: a Device, which the caller has made current.
-
-        Returns:
-            An array owned by the caller, from the device's current allocator.
-        """
-        xp = device.xp
-        shape = self.shape_of(name)
-        strides = self.strides_of(name)
-        dtype = devices.DTYPES[self.dtype_of(name)]
-        extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        memory = xp.empty(extent, dtype)
-        return xp.lib.stride_tricks.as_strided(memory, shape, tuple(step * dtype.itemsize for step in strides))
 
 
 def _bits(array: Any) -> np.dtype[Any]:
@@ -767,7 +899,7 @@ def address_of(array: Any) -> int:
 def alignment_of(array: Any) -> int:
     """Returns the largest power of two, up to 16, that divides the address of an array's first element."""
     address = address_of(array)
-    return min(_DEFAULT_ALIGNMENT, address & -address) if address else _DEFAULT_ALIGNMENT
+    return min(DEFAULT_ALIGNMENT, address & -address) if address else DEFAULT_ALIGNMENT
 
 
 def element_strides(name: str, array: Any) -> tuple[int, ...]:
@@ -910,7 +1042,7 @@ def _parse(line: str) -> dict[str, Any]:
     if "out" in words:
         dtypes[_TENSOR[_OPERANDS[words["direction"]][2]]] = words["out"]
     layout = words.get("layout", "nchw")
-    alignments = _numbers(words.get("align", str(_DEFAULT_ALIGNMENT)))
+    alignments = _numbers(words.get("align", str(DEFAULT_ALIGNMENT)))
     if len(alignments) not in (1, 3):
         raise ValueError(f"'align:{words['align']}' must have one entry, or three for x, w and y")
     alignments = alignments * 3 if len(alignments) == 1 else alignments

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import textwrap
 from collections import Counter
@@ -19,6 +20,8 @@ from flcuda.errors import FlcudaError
 from flcuda.finder.candidate import Candidate, Runner
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.plan import Plan
+from flcuda.finder.problem import Problem
+from flcuda.finder.verify import Verification
 from flcuda.timing import Timing
 
 _WIDTH = 80
@@ -35,8 +38,10 @@ class Row:
         choice: the Choice that it would be.
         device: where it was asked for.
         timing: its times; None when it was not measured.
-        build_ms: milliseconds to build and run it for the first time; None when that was not tried.
+        build_ms: milliseconds to build it; None when that was not tried.
+        first_run_ms: milliseconds of its first run, which loads its kernels; None when it did not come to it.
         reason: why it cannot be used, also when the policy forbids it; None when it can.
+        verification: whether its results are right; None when that was not asked.
         runner: what was measured, on the thread that searched; None when it was not.
     """
 
@@ -46,7 +51,9 @@ class Row:
     device: Device
     timing: Timing | None = None
     build_ms: float | None = None
+    first_run_ms: float | None = None
     reason: str | None = None
+    verification: Verification | None = None
     runner: Runner | None = field(default=None, repr=False, compare=False)
 
     def plan(self) -> Plan:
@@ -84,8 +91,12 @@ class Row:
             "host_us": None if self.timing is None else self.timing.host_us,
             "reported_ms": candidate.reported_ms,
             "build_ms": self.build_ms,
+            "first_run_ms": self.first_run_ms,
             "workspace": candidate.workspace,
             "deterministic": candidate.deterministic,
+            "error": None if self.verification is None else _finite(self.verification.error),
+            "bound": None if self.verification is None else _finite(self.verification.bound),
+            "repeats": None if self.verification is None else self.verification.repeats,
             "reason": self.reason,
         }
 
@@ -144,11 +155,14 @@ class FindReport:
         return len(self.rows)
 
     def __str__(self) -> str:
-        """The report as a table of at most 80 columns; spread in milliseconds, MB of workspace, det.: deterministic."""
+        """The report as a table of at most 80 columns.
+
+        Spread in milliseconds, MB of workspace, det.: deterministic, error: the largest, as a share of its bound.
+        """
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH, force_terminal=False, color_system=None, highlight=False)
         model = dict(self.key.device_model)
-        console.print(Text(str(self.key.problem)))
+        console.print(Text(problem_text(self.key.problem)), soft_wrap=True)
         console.print(Text(f"{self.device.kind}: {model.get('name', 'unknown')}, {self.key.library_version}"))
         if self.device.kind == "cpu":
             console.print(Text("measured on the CPU (ranked by the smallest sample): says nothing about a GPU"))
@@ -178,21 +192,27 @@ class FindReport:
         table.add_column("spread", justify="right", min_width=7, no_wrap=True)
         table.add_column("MB", justify="right", min_width=7, no_wrap=True)
         table.add_column("det.", no_wrap=True)
+        verified = any(row.verification is not None for row in usable)
+        if verified:
+            table.add_column("error", justify="right", no_wrap=True)
         for rank, row in enumerate(usable, 1):
             candidate = row.candidate
             parameters = dict(candidate.parameters)
             # cuDNN's own word for the math, where there is one, says more than "fma" or "tensor_op".
-            math = str(parameters.pop("math_type", candidate.math))
-            table.add_row(
+            word = str(parameters.pop("math_type", candidate.math))
+            cells = [
                 str(rank),
                 candidate.source,
                 " ".join([candidate.algo, *(f"{name}={value}" for name, value in parameters.items())]),
-                math,
+                word,
                 "-" if row.timing is None else milliseconds(row.timing.median_ms),
                 "-" if row.timing is None or row.timing.samples < 2 else milliseconds(row.timing.spread_ms),
                 f"{candidate.workspace / _MB:.1f}",
                 "yes" if candidate.deterministic else "no",
-            )
+            ]
+            if verified:
+                cells.append("-" if row.verification is None else _share(row.verification))
+            table.add_row(*cells)
         return table
 
     def to_json(self) -> str:
@@ -205,6 +225,21 @@ class FindReport:
             "rows": [row.to_json() for row in self.rows],
         }
         return json.dumps(value, indent=2)
+
+
+def problem_text(problem: Problem | str) -> str:
+    """Returns a Problem's line in lines of at most 80 columns, a longer word in one of its own; they read back."""
+    return textwrap.fill(str(problem), _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
+def _share(verification: Verification) -> str:
+    """Puts an error into the table: as a share of its bound."""
+    return f"{verification.error / verification.bound:.2f}" if verification.bound > 0 else f"{verification.error:.1e}"
+
+
+def _finite(value: float) -> float | None:
+    """Returns a number that JSON has; None for the others."""
+    return value if math.isfinite(value) else None
 
 
 def milliseconds(value: float) -> str:

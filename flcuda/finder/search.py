@@ -4,6 +4,7 @@ A search may take a while, and `plan` has nobody to show it to: the logger "flcu
 begins and what it found.
 """
 
+import copy
 import logging
 import threading
 import time
@@ -17,12 +18,14 @@ from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError, Flc
 from flcuda.finder import measure
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice, Key
+from flcuda.finder.graph_problem import GraphProblem
 from flcuda.finder.plan import Plan, Solution, is_refusal
 from flcuda.finder.policy import Policy, current_policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import Problem
 from flcuda.finder.report import FindReport, Row, labels
 from flcuda.finder.sources import Source, source_named, sources_for
 from flcuda.finder.store import ChoiceStore, default_store
+from flcuda.finder.verify import Verifier
 
 Progress = Callable[[int, int], None]
 
@@ -34,23 +37,27 @@ _searching = threading.RLock()
 
 
 def find(
-    problem: ConvolutionProblem,
+    problem: Problem,
     *,
     policy: Policy | None = None,
     device: str | Device | None = None,
     sources: Sequence[str] | None = None,
+    verify: bool | None = None,
     progress: Progress | None = None,
 ) -> FindReport:
     """Asks every source for candidates, measures them on scratch arrays and ranks them; stores the best.
 
     Runs on the current stream and takes memory from the current allocator. In the mode "heuristic" nothing is measured
-    or stored, and the rows stand in their sources' order.
+    or stored, and the rows stand in their sources' order. The best for a GraphProblem is not stored with
+    `verify=False`: `plan` would take it for a verified one.
 
     Args:
         problem: what is to be computed.
         policy: by default that of the context, `current_policy()`.
         device: a Device, "cuda", "cpu" or None for a GPU if there is one.
-        sources: names of the sources to ask; by default all for the device.
+        sources: names of the sources to ask; by default all for the device that know this kind of Problem.
+        verify: whether the results of every candidate are compared with float64 ones, so that a wrong one is not used;
+            by default those of a GraphProblem are, and those of a convolution are not.
         progress: called with the number of candidates tried so far and their number.
 
     Returns:
@@ -59,23 +66,28 @@ def find(
 
     Raises:
         CudnnNotSupportedError: on CUDA, no candidate can be used; the text gives each one's reason.
-        ValueError: the same on the CPU; the mode is "pinned"; or an argument is invalid.
+        ValueError: the same on the CPU; the mode is "pinned", or "heuristic" and `verify` true; or an argument is
+            invalid.
         DeviceNotFoundError: the device is not here.
         FlcudaError: a CUDA graph is being captured.
+        MemoryError: memory does not suffice for the arrays of a search; the Problem is in a note.
     """
     policy = current_policy() if policy is None else policy
     if policy.mode == "pinned":
         raise ValueError("policy.mode 'pinned' takes stored choices only, there is nothing to find; use flcuda.plan")
+    if verify and policy.mode == "heuristic":
+        raise ValueError("verify is True and policy.mode 'heuristic', in which nothing is run; use the mode 'find'")
     place, asked = _resolve(problem, device, sources)
     with _searching, place.use():
         key = Key.of(problem, policy, place, tuple(source.name for source in asked))
-        report = _search(key, place, asked, progress)
-        if policy.mode == "find":
+        verified = _verifies(problem) if verify is None else verify
+        report = _search(key, place, asked, progress, verify=verified)
+        if policy.mode == "find" and (verified or not _verifies(problem)):
             default_store().put(report.best)
         return report
 
 
-def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: str | Device | None = None) -> Plan:
+def plan(problem: Problem, *, policy: Policy | None = None, device: str | Device | None = None) -> Plan:
     """Makes a live solution on this thread: of the stored choice, from memory or the folder, else of a new search.
 
     Where memory does not suffice to search, the first candidate that runs is used, with a warning, and nothing is
@@ -114,14 +126,17 @@ def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: s
                 return found
             if policy.mode == "heuristic":
                 return _first_that_builds(key, place, asked, store)
+            report = None
             try:
-                report = _search(key, place, asked, None)
+                report = _search(key, place, asked, None, verify=_verifies(problem))
             except MemoryError as error:
                 warnings.warn(
                     f"memory does not suffice to search for {problem} ({error}); the first candidate that runs is used",
                     UserWarning,
                     stacklevel=2,
                 )
+            # not in the handler: until that ends, the error's frames keep what the search had allocated
+            if report is None:
                 return _first_that_builds(_heuristic(key), place, asked, store)
             store.put(report.best)
         best, *others = report.usable
@@ -132,18 +147,20 @@ def plan(problem: ConvolutionProblem, *, policy: Policy | None = None, device: s
 
 
 def _resolve(
-    problem: ConvolutionProblem, device: str | Device | None, names: Sequence[str] | None
+    problem: Problem, device: str | Device | None, names: Sequence[str] | None
 ) -> tuple[Device, tuple[Source, ...]]:
     """Checks the arguments; returns the device and the sources to ask."""
-    if not isinstance(problem, ConvolutionProblem):
+    if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a Problem, not {problem!r} (Problem.parse reads a line)")
     place = devices.resolve(device)
     if names is None:
-        return place, sources_for(place)
+        return place, sources_for(place, problem)
     asked = tuple(source_named(name) for name in names)
     for source in asked:
         if place.kind not in source.devices:
             raise ValueError(f"sources: {source.name!r} does not compute on {place}")
+        if not isinstance(problem, tuple(source.kinds)):
+            raise ValueError(f"sources: {source.name!r} does not know a {type(problem).__name__}")
     if not asked:
         raise ValueError("sources is empty: name at least one")
     return place, asked
@@ -239,15 +256,18 @@ def _first_that_builds(key: Key, device: Device, asked: tuple[Source, ...], stor
             runner = candidate.build()
         except (CudnnError, MemoryError) as error:
             if not is_refusal(error):
+                error.add_note(f"problem: {key.problem}; candidate: {candidate.id}")
                 raise
             reasons.append(f"{candidate.id}: {error}")
             continue
         return Plan(choice, device, runner, others=lambda: usable, ran=_keeper(store, key))
-    raise _nothing_usable(key, device, "; ".join(reasons))
+    raise _nothing_usable(key, device, "; ".join(reasons), rows)
 
 
-def _nothing_usable(key: Key, device: Device, reasons: str) -> FlcudaError | ValueError:
+def _nothing_usable(key: Key, device: Device, reasons: str, rows: Sequence[Row] = ()) -> FlcudaError | ValueError:
     text = f"no candidate can be used for {key.problem} under {key.policy}: {reasons or 'there is none'}"
+    if key.problem.math == "fma" and any(row.candidate.math == "tensor_op" for row in rows):
+        text += "; those that use tensor cores need a Problem of math 'tensor_op' (TF32 on float32 operands)"
     if device.kind == "cpu":
         return ValueError(text)
     return CudnnNotSupportedError("flcuda.find", NOT_SUPPORTED, text, "CUDNN_STATUS_NOT_SUPPORTED")
@@ -285,13 +305,14 @@ def _in_order(key: Key, asked: tuple[Source, ...]) -> list[Source]:
     return sorted(asked, key=lambda source: source.name == last)
 
 
-def _refused(source: Source, problem: ConvolutionProblem, error: CudnnNotSupportedError) -> Candidate:
+def _refused(source: Source, problem: Problem, error: CudnnNotSupportedError) -> Candidate:
     """Makes the row of a source that has nothing, or nothing more, to offer."""
-    # the row lives as long as the report: without what the source had allocated when it refused
-    error = error.with_traceback(None)
+    # the row lives as long as the report: a copy has no traceback and no cause, whose frames keep what the source had
+    # allocated when it refused; and what is raised is another one, since it gets the frames of its caller
+    refusal = copy.copy(error)
 
     def build() -> object:
-        raise error
+        raise copy.copy(refusal)
 
     return Candidate(
         source=source.name,
@@ -313,7 +334,14 @@ def _unmeasured_rows(key: Key, device: Device, asked: tuple[Source, ...]) -> lis
     return sorted(rows, key=lambda row: row.reason is not None)
 
 
-def _search(key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None) -> FindReport:
+def _verifies(problem: Problem) -> bool:
+    """Says whether results are verified where nobody says otherwise, so that a stored choice counts as verified."""
+    return isinstance(problem, GraphProblem)
+
+
+def _search(
+    key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, *, verify: bool
+) -> FindReport:
     """Makes the report for a key, or raises when nothing is usable."""
     if devices.is_capturing():
         raise FlcudaError(f"nothing can be searched for {key.problem} while a CUDA graph is captured")
@@ -321,43 +349,70 @@ def _search(key: Key, device: Device, asked: tuple[Source, ...], progress: Progr
     start = time.perf_counter()
     if measured:
         _log.info("searching for %s on %s", key.problem, device)
-        rows = _measured_rows(key, device, asked, progress)
+        try:
+            rows = _measured_rows(key, device, asked, progress, verify)
+        except (CudnnError, MemoryError) as error:
+            error.add_note(f"problem: {key.problem}")
+            raise
     else:
         rows = _unmeasured_rows(key, device, asked)
     report = FindReport(key, device, rows)
     if not report.usable:
-        raise _nothing_usable(key, device, report.reasons)
+        raise _nothing_usable(key, device, report.reasons, rows)
     if measured:
         _log.info("found %s for %s in %.2f s", report.best.id, key.problem, time.perf_counter() - start)
     return report
 
 
-def _measured_rows(key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None) -> list[Row]:
+def _measured_rows(
+    key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, verify: bool
+) -> list[Row]:
     candidates = _candidates(key, device, asked)
-    arrays = measure.with_memory(lambda: key.problem.random_arrays(device=device), device)
-    first, second, _ = key.problem.operands
-    measured = measure.measure(_announced(candidates, progress), (arrays[first], arrays[second], arrays["out"]), device)
+    problem = key.problem
+    arrays = measure.with_memory(lambda: problem.random_arrays(device=device), device)
+    inputs = tuple(arrays[name] for name in problem.inputs)
+    outputs = arrays["out"] if isinstance(arrays["out"], tuple) else (arrays["out"],)
+    verifier = None
+    if verify and any(candidate.reason is None for candidate in candidates):
+        verifier = measure.with_memory(lambda: Verifier(problem, inputs, device), device)
+    measured = measure.measure(
+        _announced(candidates, progress),
+        (*inputs, *outputs),
+        device,
+        verifier,
+        deterministic=key.policy.deterministic,
+    )
     names = dict(zip((id(candidate) for candidate in candidates), labels(candidates), strict=True))
     rows = [
         Row(
             label=names[id(each.candidate)],
-            candidate=each.candidate,
+            candidate=_as_seen(each),
             choice=Choice.of(
                 key,
-                each.candidate,
+                _as_seen(each),
                 None if each.timing is None else each.timing.median_ms,
                 None if each.timing is None else each.timing.spread_ms,
             ),
             device=device,
             timing=each.timing,
             build_ms=each.build_ms if each.candidate.reason is None else None,
+            first_run_ms=each.first_run_ms,
             reason=each.reason,
+            verification=each.verification,
             runner=each.runner,
         )
         for each in measured
     ]
     _warn_of_workspace(key, rows)
     return rows
+
+
+def _as_seen(measured: measure.Measurement) -> Candidate:
+    """Gives the candidate, which is not deterministic when its bits were seen to differ, whatever its library says."""
+    seen = measured.verification
+    if seen is None or seen.repeats is not False:
+        return measured.candidate
+    return replace(measured.candidate, deterministic=False)
 
 
 def _announced(candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Candidate]:

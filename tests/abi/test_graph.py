@@ -1,5 +1,6 @@
 """Operation graphs, heuristics, engines and plans through the real cuDNN for an H200 that is not here."""
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -12,14 +13,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import graph_cases
+import numpy as np
 import pytest
 
-from flcuda.cudnn import bindings, graph, library
+from flcuda.cudnn import bindings, graph, library, memory
 from flcuda.cudnn.device_properties import DeviceProperties
-from flcuda.cudnn.graph import Backend, ExecutionPlan, Graph, OperationGraph
+from flcuda.cudnn.graph import Backend, EngineConfig, ExecutionPlan, Graph, OperationGraph
 from flcuda.errors import CudnnError, CudnnNotSupportedError
 
 ROOT = Path(__file__).parents[2]
@@ -260,6 +263,13 @@ def test_engines_and_knobs(h200: DeviceProperties) -> None:
     assert by_hand.key == first.key
     assert by_hand.plan().to_json() == first.plan().to_json()
     assert engine.configure().engine_id == first.engine_id
+    # cuDNN's own word for its own choice; whether a knob takes it is cuDNN's to say.
+    own = []
+    for word in knobs:
+        with contextlib.suppress(CudnnError):
+            own.append(engine.configure({word: -1}))
+    assert own
+    assert all(-1 in configuration.knobs.values() for configuration in own)
     with pytest.raises(ValueError, match=f"engine {engine.id} has no 'speed'"):
         engine.configure({"speed": 1})
     with pytest.raises(ValueError, match=r"tile_size of engine \d+ goes from"):
@@ -271,6 +281,19 @@ def test_engines_and_knobs(h200: DeviceProperties) -> None:
     for engine in engines:
         for note in (*engine.numerical_notes, *engine.behavior_notes):
             assert note in graph.NOTES
+
+
+def test_what_heuristics_deliver_can_be_configured_again(h200: DeviceProperties) -> None:
+    """Also knobs of -1, which some of cuDNN's own configurations for 3-D convolutions have."""
+    for dtype in ("float32", "float16"):
+        g = Graph()
+        x = g.tensor((2, 16, 8, 8, 8), dtype, layout="nhwc")
+        w = g.tensor((16, 16, 3, 3, 3), dtype, layout="nhwc")
+        g.output(g.convolution_forward(x, w, padding=1))
+        built = g.build(device=h200)
+        for configuration in built.configurations():
+            again = built.engine(configuration.engine_id).configure(configuration.knobs)
+            assert again.key == configuration.key
 
 
 # --- why not --------------------------------------------------------------------------------------------------------
@@ -306,9 +329,18 @@ def _bfloat16_filter() -> Graph:
     return g
 
 
+def _mixed_convolution() -> Graph:
+    g = Graph()
+    x = g.tensor((8, 64, 14, 14), "float16", layout="nhwc", name="x")
+    w = g.tensor((64, 64, 1, 1), "float16", layout="nhwc", name="w")
+    g.output(g.convolution_forward(x, w, name="mine"), dtype="bfloat16")
+    return g
+
+
 @pytest.mark.parametrize(
     ("build", "rule"),
     [
+        (_mixed_convolution, "dtype: the tensors of convolution_forward 'mine' mix bfloat16, float16"),
         (lambda: _statistics("float32"), "dtype: statistics are fused for 16-bit tensors"),
         (lambda: _statistics("float16", "nchw"), "layout: 'x' (8, 64, 14, 14) float16 is not nhwc"),
         (lambda: _statistics("float16", channels=60), "channels: 'x' (8, 60, 14, 14) float16 has 60 channels"),
@@ -404,7 +436,7 @@ def changed(text: str, **changes: Any) -> str:
         (lambda text: text[: len(text) // 2], 2000, "damaged or cut short"),
         (lambda text: "", 2000, "damaged or cut short"),
         (lambda text: "[]", 2000, "the text is no plan"),
-        (lambda text: changed(text, cudnnVersion=91900), 1002, "the plan is of cuDNN 91900"),
+        (lambda text: changed(text, cudnnVersion=90100), 1002, "the plan is of cuDNN 90100"),
         (lambda text: changed(text, schemaVersion=1), 1003, "schema version 1"),
         (lambda text: changed(text, engine__engineId=999), 3000, "no engine 999"),
         (lambda text: changed(text, GPUProfile__multiProcessorCount=108), 3007, "for NVIDIA H200 and not for"),
@@ -457,6 +489,7 @@ FUZZ = """
 import copy, json, os, sys
 sys.path[:0] = [{root!r}, {here!r}]
 import graph_cases
+import numpy as np
 from flcuda.cudnn.device_properties import DeviceProperties
 from flcuda.cudnn.graph import ExecutionPlan
 from flcuda.errors import CudnnError
@@ -503,28 +536,35 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.packs: list[int] = []
         self.contents: list[tuple[dict[int, int], int]] = []
-        self._set: dict[tuple[int, int], list[int]] = {}
-        put, finalize = graph._raw_functions()
+        self._set: dict[tuple[int, Any], list[int]] = {}
+        self.status = 0
+        raw = graph._raw_functions()
 
-        def recorded(pack: Any, attribute: int, kind: int, count: int, values: Any) -> int:
-            assert len(values) == count
-            self._set[self._at(pack), attribute] = [value or 0 for value in values]
-            return int(put(pack, attribute, kind, count, values))
+        def recorded(pack: Any, attribute: Any, kind: Any, count: Any, values: Any) -> int:
+            array = values._obj
+            found = list(array) if isinstance(array, ctypes.Array) else [array.value]
+            assert f"({len(found)})" in repr(count)
+            self._set[pack.value, attribute] = [value or 0 for value in found]
+            return int(raw.set_attribute(pack, attribute, kind, count, values))
 
-        monkeypatch.setattr(graph, "_raw_functions", lambda: (recorded, finalize))
-        monkeypatch.setattr(bindings, "cudnnBackendExecute", self)
+        def created(kind: Any, out: Any) -> int:
+            status = int(raw.create(kind, out))
+            self._set = {key: values for key, values in self._set.items() if key[0] != out._obj.value}
+            return status
 
-    @staticmethod
-    def _at(pack: Any) -> int:
-        return ctypes.cast(pack, ctypes.c_void_p).value or 0
+        changed = raw._replace(create=created, set_attribute=recorded, execute=self)
+        monkeypatch.setattr(graph, "_raw_functions", lambda: changed)
 
-    def __call__(self, handle: Any, plan: Any, pack: Any) -> None:
-        at = self._at(pack._as_parameter_)
-        uids = self._set[at, bindings.CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS]
-        pointers = self._set[at, bindings.CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS]
-        (workspace,) = self._set[at, bindings.CUDNN_ATTR_VARIANT_PACK_WORKSPACE]
-        self.packs.append(at)
+    def __call__(self, handle: Any, plan: Any, pack: Any) -> int:
+        uids = self._set[pack.value, graph._PACK_UIDS]
+        pointers = self._set[pack.value, graph._PACK_POINTERS]
+        (workspace,) = self._set.get((pack.value, graph._PACK_WORKSPACE), [0])
+        self.packs.append(pack.value)
         self.contents.append((dict(zip(uids, pointers, strict=True)), workspace))
+        return self.status
+
+
+HANDLE: Any = SimpleNamespace(_as_parameter_=bindings.cudnnHandle_t())
 
 
 def test_variant_packs_hold_the_pointers(
@@ -533,28 +573,143 @@ def test_variant_packs_hold_the_pointers(
     launches = Launches(monkeypatch)
     made = ExecutionPlan.from_json(plan.to_json(), device=h200)
     pointers = {uid: 0x7F0000000000 + 4096 * uid for uid in made.uids}
-    made.execute(None, dict(reversed(pointers.items())), 0x100)  # type: ignore[arg-type]
-    made.execute(None, pointers, 0x100)  # type: ignore[arg-type]
-    made.run(None, tuple(pointers.values()), 0x100)  # type: ignore[arg-type]
+    made.execute(HANDLE, dict(reversed(pointers.items())), 0x100)
+    made.execute(HANDLE, pointers, 0x100)
+    made.run(HANDLE, tuple(pointers.values()), 0x100)
     assert launches.contents == [(pointers, 0x100)] * 3
     assert len(set(launches.packs)) == 1
-    for step in range(1, 40):
+    for step in range(1, 2 * graph._PACKS):
         moved = {uid: pointer + 256 * step for uid, pointer in pointers.items()}
-        made.execute(None, moved, 0x200)  # type: ignore[arg-type]
+        made.execute(HANDLE, moved, 0x200)
         assert launches.contents[-1] == (moved, 0x200)
-    assert len(made._packs) <= graph._PACKS
-    made.execute(None, pointers, 0x100)  # type: ignore[arg-type]
+    assert len(made._packs) == graph._PACKS
+    made.execute(HANDLE, pointers, 0x100)
     assert launches.contents[-1] == (pointers, 0x100)
     with pytest.raises(ValueError, match=f"workspace: the plan needs {made.workspace} bytes"):
-        made.execute(None, pointers)  # type: ignore[arg-type]
+        made.execute(HANDLE, pointers)
     with pytest.raises(ValueError, match=r"pointers: 1 for the 3 tensors \(1, 2, 3\)"):
-        made.run(None, (1,), 0x100)  # type: ignore[arg-type]
+        made.run(HANDLE, (1,), 0x100)
     with pytest.raises(ValueError, match="pointers: there is none for the tensor with uid 2"):
-        made.execute(None, {1: 1, 3: 1}, 0x100)  # type: ignore[arg-type]
+        made.execute(HANDLE, {1: 1, 3: 1}, 0x100)
     with pytest.raises(ValueError, match="pointers: that of the tensor with uid 2 is null"):
-        made.execute(None, {**pointers, 2: 0}, 0x100)  # type: ignore[arg-type]
+        made.execute(HANDLE, {**pointers, 2: 0}, 0x100)
     with pytest.raises(TypeError, match="expected a device address or a CuPy array, got str"):
-        made.execute(None, {**pointers, 2: "2"}, 0x100)  # type: ignore[arg-type]
+        made.execute(HANDLE, {**pointers, 2: "2"}, 0x100)
+    launches.status = 3000
+    with pytest.raises(CudnnNotSupportedError, match="cudnnBackendExecute"):
+        made.execute(HANDLE, pointers, 0x100)
+    made.close()
+    with pytest.raises(ValueError, match="this EXECUTION_PLAN descriptor is closed"):
+        made.execute(HANDLE, pointers, 0x100)
+
+
+def test_a_finalized_variant_pack_cannot_be_set_again(plan: ExecutionPlan) -> None:
+    """What Note [variant packs] says; were it otherwise, a pack could be used for other addresses."""
+    raw = graph._raw_functions()
+    pack = plan._pack(tuple(0x1000 * uid for uid in plan.uids), 0x100)
+    pointers = ctypes.byref((ctypes.c_void_p * 3)(1, 2, 3))
+    count = ctypes.c_int64.from_param(3)
+    assert raw.set_attribute(pack.address, graph._PACK_POINTERS, graph._VOID_PTR, count, pointers) // 1000 == 2
+    assert raw.finalize(pack.address) // 1000 == 2
+
+
+class Followed:
+    """Stands in for a Handle."""
+
+    def __init__(self) -> None:
+        self._pointer: Any = bindings.cudnnHandle_t()
+        self._stream = 7
+        self.asked = 0
+
+    @property
+    def _as_parameter_(self) -> Any:
+        return self._pointer
+
+    def use_current_stream(self) -> None:
+        self.asked += 1
+        self._stream = 9
+
+
+def test_a_launcher_runs_as_a_call_does(
+    plan: ExecutionPlan, h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = pytest.importorskip("cupy").cuda
+    stream = SimpleNamespace(ptr=7)
+    taken: list[int] = []
+
+    def alloc(size: int) -> Any:
+        taken.append(size)
+        return SimpleNamespace(ptr=0x5000 + 0x100 * len(taken))
+
+    monkeypatch.setattr(cuda, "get_current_stream", lambda: stream)
+    monkeypatch.setattr(cuda, "alloc", alloc)
+    launches = Launches(monkeypatch)
+    made = ExecutionPlan.from_json(plan.to_json(), device=h200)
+    handle: Any = Followed()
+    launch = made.launcher(handle)
+    assert launch is not None
+    assert made.workspace > 0
+    for step in range(1, 3 * graph._PACKS):
+        addresses = tuple(0x1000 * step + 0x10 * uid for uid in made.uids)
+        launch(addresses)
+        assert launches.contents[-1] == (dict(zip(made.uids, addresses, strict=True)), 0x5000 + 0x100 * step)
+    assert set(taken) == {made.workspace}
+    assert handle.asked == 0
+    stream.ptr = 9
+    launch(addresses)
+    launch(addresses)
+    assert handle.asked == 1
+    with pytest.raises(ValueError, match="that of the tensor with uid 2 is null"):
+        launch((1, 0, 1))
+    launches.status = 3000
+    with pytest.raises(CudnnNotSupportedError, match="cudnnBackendExecute"):
+        launch(addresses)
+    count = len(launches.contents)
+    handle._pointer = None
+    with pytest.raises(ValueError, match="the cuDNN handle of the plan is closed"):
+        launch(addresses)
+    handle._pointer = bindings.cudnnHandle_t()
+    made.close()
+    with pytest.raises(ValueError, match="this EXECUTION_PLAN descriptor is closed"):
+        launch(addresses)
+    assert len(launches.contents) == count
+
+
+def test_variant_packs_are_destroyed_once(
+    plan: ExecutionPlan, h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the plan drops them, at the latest with it; and not by a plan that is still there at the exit."""
+    raw = graph._raw_functions()
+    live: set[int] = set()
+    made_packs = 0
+
+    def create(kind: int, out: Any) -> int:
+        nonlocal made_packs
+        status: int = raw.create(kind, out)
+        assert out._obj.value not in live
+        live.add(out._obj.value)
+        made_packs += 1
+        return status
+
+    def destroy(pack: Any) -> int:
+        live.remove(pack.value)  # KeyError: the second time
+        return int(raw.destroy(pack))
+
+    changed = raw._replace(create=create, destroy=destroy, execute=lambda *_: 0)
+    monkeypatch.setattr(graph, "_raw_functions", lambda: changed)
+    made = ExecutionPlan.from_json(plan.to_json(), device=h200)
+    for step in range(3 * graph._PACKS):
+        made.run(HANDLE, tuple(0x1000 * (step + uid) for uid in made.uids), 0x100)
+    assert made_packs == 3 * graph._PACKS
+    assert len(live) == graph._PACKS
+    made.close()
+    assert not live
+    other = ExecutionPlan.from_json(plan.to_json(), device=h200)
+    other.run(HANDLE, tuple(0x1000 * uid for uid in other.uids), 0x100)
+    assert len(live) == 1
+    del other
+    gc.collect()
+    assert not live
 
 
 def test_variant_packs_hold_the_scalars(h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +720,7 @@ def test_variant_packs_hold_the_scalars(h200: DeviceProperties, monkeypatch: pyt
     assert {tensor.dtype for tensor in scalars.values()} == {"int64", "float32"}
     del built
     gc.collect()
-    made.execute(None, dict.fromkeys(made.uids, 0x1000), 0x100)  # type: ignore[arg-type]
+    made.execute(HANDLE, dict.fromkeys(made.uids, 0x1000), 0x100)
     contents, _ = launches.contents[0]
     assert set(contents) == {*made.uids, *scalars}
     for uid, tensor in scalars.items():
@@ -746,3 +901,162 @@ def test_attribute_tables_are_the_headers() -> None:
             kind = f"CUDNN_TYPE_{graph.attribute_type(name.removeprefix('CUDNN_ATTR_'))}"
             assert kind == first or kind in second, name
     assert len(documented) > 100
+
+
+# --- FLCUDA_CHECK=1 ---------------------------------------------------------------------------------------------------
+
+
+class Checked:
+    """A plan of two convolution operands and one result that checks each run, over memory that is made up."""
+
+    def __init__(self, h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch, restored: bool = False) -> None:
+        monkeypatch.setattr(graph, "_CHECKS", True)
+        monkeypatch.setattr(memory, "bytes_at", self.bytes_at)
+        self.runs = 0
+        raw = graph._raw_functions()._replace(execute=self.execute)
+        monkeypatch.setattr(graph, "_raw_functions", lambda: raw)
+        self.graph, self.plan = first_plan(graph_cases.convolution, h200)
+        if restored:
+            self.plan = ExecutionPlan.from_json(self.plan.to_json(), device=h200)
+        self.tensors = self.graph.tensors
+        self.pointers = {uid: 0x10000000 * uid for uid in self.plan.uids}
+        self.scratch = 0x7000000000
+        self.allocations = {address: self.tensors[uid].extent for uid, address in self.pointers.items()}
+        self.allocations[self.scratch] = self.plan.workspace
+
+    def bytes_at(self, address: int) -> int | None:
+        for base, size in self.allocations.items():
+            if base <= address < base + size:
+                return base + size - address
+        return 0
+
+    def execute(self, handle: Any, plan: Any, pack: int) -> int:
+        self.runs += 1
+        return 0
+
+    def run(self, **changes: int) -> None:
+        pointers = {**self.pointers, **{int(name[1:]): address for name, address in changes.items() if name[0] == "p"}}
+        self.plan.execute(HANDLE, pointers, changes.get("scratch", self.scratch))
+        self.plan.run(HANDLE, tuple(pointers[uid] for uid in self.plan.uids), changes.get("scratch", self.scratch))
+
+
+def test_checks_let_good_pointers_run(h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = Checked(h200, monkeypatch)
+    checked.run()
+    checked.run()
+    assert checked.runs == 4
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_checks_find_what_is_too_small(restored: bool, h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = Checked(h200, monkeypatch, restored)
+    for uid, address in checked.pointers.items():
+        tensor = checked.tensors[uid]
+        checked.allocations[address] -= 1
+        words = rf"tensor .*{re.escape(str(tensor.shape))}.*\(uid {uid}\) needs {tensor.extent} bytes at {address:#x}, "
+        with pytest.raises(ValueError, match=f"{words}and the allocation .* has {tensor.extent - 1} from there on"):
+            checked.run()
+        checked.allocations[address] += 1
+    with pytest.raises(ValueError, match=r"tensor .* \(uid 2\): 0x123400 is in no memory of CUDA's"):
+        checked.run(p2=0x123400)
+    with pytest.raises(ValueError, match=r"\(uid 1\) has to be aligned to 16 bytes, and 0x10000008 is not"):
+        checked.run(p1=checked.pointers[1] + 8)
+    assert checked.plan.workspace > 1
+    checked.allocations[checked.scratch] -= 1
+    with pytest.raises(ValueError, match=f"the workspace needs {checked.plan.workspace} bytes"):
+        checked.run()
+    assert checked.runs == 0
+
+
+def test_checks_find_what_overlaps(h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = Checked(h200, monkeypatch)
+    (out,) = [tensor.uid for tensor in checked.graph.outputs]
+    first = checked.plan.uids[0]
+    checked.allocations[checked.pointers[first]] += checked.tensors[out].extent
+    with pytest.raises(ValueError, match=rf"\(uid {out}\) is written and overlaps with .*\(uid {first}\)"):
+        checked.run(**{f"p{out}": checked.pointers[first] + 256})
+    checked.allocations[checked.pointers[first]] += checked.plan.workspace
+    with pytest.raises(ValueError, match=rf"the workspace is written and overlaps with .*\(uid {first}\)"):
+        checked.run(scratch=checked.pointers[first])
+    # Inputs may share memory.
+    second = checked.plan.uids[1]
+    if checked.tensors[second].extent <= checked.tensors[first].extent and second != out:
+        checked.run(**{f"p{second}": checked.pointers[first]})
+
+
+def test_checks_know_an_array_better_than_the_driver(h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+    checked = Checked(h200, monkeypatch)
+
+    def array(uid: int, rows: int = 0, block: int = 0) -> Any:
+        tensor = checked.tensors[uid]
+        held = cupy.cuda.UnownedMemory(checked.pointers[uid], tensor.extent - block, None, 0)
+        shape = (tensor.shape[0] - rows, *tensor.shape[1:])
+        strides = tuple(2 * step for step in tensor.strides)
+        return cupy.ndarray(shape, np.float16, cupy.cuda.MemoryPointer(held, 0), strides)
+
+    scratch = cupy.ndarray(
+        checked.plan.workspace,
+        np.uint8,
+        cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(checked.scratch, checked.plan.workspace, None, 0), 0),
+    )
+    arrays = {uid: array(uid) for uid in checked.plan.uids}
+    checked.plan.execute(HANDLE, arrays, scratch)
+    monkeypatch.setattr(graph.resources, "handle", lambda: HANDLE)
+    monkeypatch.setattr(cupy.cuda, "alloc", lambda size: scratch.data)
+    checked.plan(*arrays.values())
+    assert checked.runs == 2
+    extent = checked.tensors[1].extent
+    few = {**arrays, 1: array(1, rows=1)}
+    for call in (lambda: checked.plan.execute(HANDLE, few, scratch), lambda: checked.plan(*few.values())):
+        with pytest.raises(ValueError, match=rf"\(uid 1\) needs {extent} bytes at .*, and the array has "):
+            call()
+    with pytest.raises(ValueError, match=rf"\(uid 1\) needs {extent} bytes at .*, and its memory has {extent - 1}"):
+        checked.plan.execute(HANDLE, {**arrays, 1: array(1, block=1)}, scratch)
+    with pytest.raises(ValueError, match=r"the workspace needs .* and the array has 1"):
+        checked.plan.execute(HANDLE, arrays, scratch[:1])
+    with pytest.raises(ValueError, match="pointers: 2 for the 3 tensors"):
+        checked.plan(*list(arrays.values())[:2])
+
+
+def test_no_checks_unless_asked_for(plan: ExecutionPlan) -> None:
+    assert type(plan) is ExecutionPlan
+    code = "from flcuda.cudnn import graph; print(graph._CHECKS)"
+    for word, expected in (("", "False"), ("0", "False"), ("1", "True")):
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "FLCUDA_CHECK": word}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        assert done.stdout == f"{expected}\n"
+
+
+# --- plans in threads -------------------------------------------------------------------------------------------------
+
+
+def test_build_plans_keeps_the_order_and_the_errors(h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = graph_cases.CASES["fusion convolution, bias, activation"]().build(device=h200)
+    wanted = built.configurations()[:6]
+    refused = wanted[1].tag
+    build = EngineConfig.plan
+
+    def plan(configuration: EngineConfig, *target: Any) -> ExecutionPlan:
+        if configuration.tag == refused:
+            raise CudnnNotSupportedError("cudnnBackendFinalize", 3000, refused)
+        return build(configuration, *target)
+
+    monkeypatch.setattr(EngineConfig, "plan", plan)
+    for threads in (None, 1, 3):
+        made = graph.build_plans(wanted, device=h200, threads=threads)
+        assert len(made) == len(wanted)
+        for configuration, each in zip(wanted, made, strict=True):
+            if configuration.tag == refused:
+                assert isinstance(each, CudnnNotSupportedError)
+            else:
+                assert isinstance(each, ExecutionPlan)
+                assert each.tag == configuration.tag
+                assert each.build_ms > 0
+    assert graph.build_plans([]) == []
+    with pytest.raises(ValueError, match="build_plans: threads: 0"):
+        graph.build_plans(wanted, threads=0)
+    nowhere = graph_cases.convolution().build()
+    configuration = nowhere.heuristics("A", device=h200, limit=1)[0]
+    with pytest.raises(ValueError, match="build_plans: for which GPU"):
+        graph.build_plans([configuration])

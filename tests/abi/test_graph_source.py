@@ -2,22 +2,28 @@
 
 import ctypes
 import json
+import math
 import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from flcuda.cudnn import library
+from flcuda import device as devices
+from flcuda.cudnn import bindings, library
 from flcuda.cudnn.device_properties import SINCE, DeviceProperties
-from flcuda.errors import CudnnNotSupportedError
+from flcuda.errors import CudnnError, CudnnNotSupportedError
 from flcuda.finder import errata, search
-from flcuda.finder.choice import Key
+from flcuda.finder.choice import Choice, Key
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, Problem
 from flcuda.finder.sources import graph as module
 from flcuda.finder.sources.graph import LIMIT, GraphSource, offers, operation_graph
+from flcuda.finder.sources.reference import Columns
+from flcuda.finder.sources.staging import split_padding
+from flcuda.finder.store import ChoiceStore
 
 pytestmark = pytest.mark.skipif(
     not any(place.usable for place in library.search_places()), reason="cuDNN is not installed"
@@ -102,7 +108,7 @@ def test_every_problem_of_one_dtype_has_plans_in_every_direction(h200, line, wor
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_graph_is_the_problem(h200, direction):
-    line = "n2 c6 9x7 k4 3x2 p2x1 s2x1 d1x2 g2 bfloat16 nhwc align:4x8x16 xs:2000x2x200x15"
+    line = "n2 c6 9x7 k4 3x2 p2x1 s2x1 d1x2 g2 bfloat16 nhwc align:16x16x32 xs:2000x2x200x15"
     problem = ConvolutionProblem.parse(f"{direction} {line}")
     tensors = list(operation_graph(problem, properties=h200).tensors.values())
     assert [tensor.name for tensor in tensors] == list(problem.operands)
@@ -111,6 +117,28 @@ def test_the_graph_is_the_problem(h200, direction):
         assert tensor.strides == problem.strides_of(tensor.name)
         assert tensor.dtype == problem.dtype_of(tensor.name)
         assert tensor.alignment == problem.alignment_of(tensor.name)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_operands_that_engines_get_wrong_are_copied(h200, direction):
+    """Aligned to less than 16 bytes; and a filter whose dimensions lie in another order."""
+    line = f"{direction} n2 c8 9x7 k16 3x3 p1 float16 nhwc"
+    problem = ConvolutionProblem.parse(line)
+    plain = operation_graph(problem, properties=h200).tensors
+    for words in ("align:4x8x2", "ws:1x16x128x384", "align:1"):
+        assert operation_graph(ConvolutionProblem.parse(f"{line} {words}"), properties=h200).tensors == plain
+    _, found = candidates(h200, f"{line} align:16x8x16")
+    room = -(-16 * 8 * 9 * 2 // 512) * 512
+    usable = [candidate for candidate in found if candidate.reason is None]
+    assert usable
+    for candidate in usable:
+        runner = candidate.build()
+        assert runner.workspace == candidate.workspace == room + runner.plan.workspace
+
+
+def test_a_graph_of_an_operand_that_engines_get_wrong_is_refused(h200):
+    with pytest.raises(CudnnNotSupportedError, match=r"x is aligned to 8 bytes.*give a copy"):
+        graph_candidates(h200, "graph; x float16 8x64x28x28 nhwc align:8; y = silu(%x); out y")
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -252,11 +280,185 @@ def test_without_measuring_the_graph_api_comes_last_in_strict_float32(mode, word
     assert [source.name for source in search._in_order(key, asked)] == names
 
 
-def test_padding_that_differs_before_and_after_is_refused(h200):
+# --- padding that differs before and after ----------------------------------------------------------------------------
+
+PADDED = [
+    "n2 c3 8x8 k4 3x3 p1:2x0:1",
+    "n2 c4 9x7 k6 3x2 p1:2x0 s2x1 g2",
+    "n2 c4 9x7 k6 3x3 p0:3 d1x2",
+    "n3 c2 11 k6 4 p2:1 d2",
+    "n1 c4 5x6x7 k2 3x3x1 p1:0x1x0 s2",
+    "n2 c3 5x6 k4 3x3 p1:2 xs:400x100x14x2",
+    "n2 c3 5x6 k4 3x3 p1:2 xs:400x100x14x2 ws:27x1x9x3 ys:168x1x28x4",
+]
+GAPS = [
+    "n2 c3 5x6 k4 3x3 p1 ws:1x4x16x50",
+    "n2 c3 5x6 k4 3x3 p1:2 ws:1x4x16x50",
+    "n2 c4 7 k6 3 ws:26x6x2 ys:40x6x1",
+    "n2 c4 7x8x9 k8 3x3x3 p0:1 g2 ws:1x300x96x32x8",
+]
+
+
+@pytest.mark.parametrize("word", ["float32 nchw", "tf32 nhwc", "bfloat16 nhwc acc", "float64 nchw"])
+@pytest.mark.parametrize("line", PADDED)
+def test_cudnn_gets_a_padded_copy(h200, line, word):
     for direction in DIRECTIONS:
-        problem = ConvolutionProblem.parse(f"{direction} n2 c8 9x7 k8 3x3 p1x0:1 float32 nchw")
-        with pytest.raises(CudnnNotSupportedError, match="padding wrong that differs before and after"):
-            offers(problem, Policy(), properties=h200)
+        problem, found = candidates(h200, f"{direction} {line} {word}")
+        usable = [candidate for candidate in found if candidate.reason is None]
+        assert usable
+        copy, *_ = module._copies(problem)
+        for tensor in operation_graph(problem, properties=h200).tensors.values():
+            assert math.prod(tensor.shape) == math.prod(
+                copy.shape if tensor.name == copy.name else problem.shape_of(tensor.name)
+            )
+            if tensor.name == copy.name:
+                assert tensor.strides[0] == math.prod(tensor.shape[1:])
+                borders = zip(problem.x_shape[2:], problem.padding_before, problem.padding_after, strict=True)
+                wanted = tuple(size + abs(before - after) for size, before, after in borders)
+                assert tensor.shape[-len(wanted) :] == wanted
+        again = GraphSource(h200).restore(problem, chosen(usable[0]), None)
+        assert again == usable[0]
+        for candidate in (usable[0], again):
+            runner = candidate.build()
+            assert candidate.workspace == runner.workspace == runner.plan.workspace + -(-copy.nbytes // 512) * 512
+
+
+@pytest.mark.parametrize("word", ["float32 nchw", "tf32 nhwc", "float16 nhwc"])
+@pytest.mark.parametrize("line", GAPS)
+def test_cudnn_gets_filters_without_gaps(h200, line, word):
+    for direction in DIRECTIONS:
+        problem, found = candidates(h200, f"{direction} {line} {word}")
+        assert any(candidate.reason is None for candidate in found)
+        (filters,) = (t for t in operation_graph(problem, properties=h200).tensors.values() if t.name[-1] == "w")
+        reach = sum((size - 1) * step for size, step in zip(filters.shape, filters.strides, strict=True))
+        assert reach + 1 == math.prod(problem.w_shape)
+
+
+class NumpyRunner(module.StagedRunner):
+    """Convolves in NumPy where cuDNN would be called: everything else is the real runner."""
+
+    def __init__(self, problem):
+        plan = SimpleNamespace(workspace=40, run=None)
+        super().__init__(plan, None, problem, module._copies(problem))
+        self._problem = problem
+
+    def _launch(self, operands, scratch):
+        problem = self._problem
+        assert scratch.nbytes == 40
+        dtype = devices.DTYPES[problem.x_dtype]
+        for place, _, start in self._copies:
+            assert start % 512 == 0
+            assert operands[place].ctypes.data + self._room - start == scratch.ctypes.data
+        views = [array.view(dtype) for array in operands]
+        shapes = dict(zip((name[-1] for name in problem.operands), (view.shape for view in views), strict=True))
+        common, _ = split_padding(problem)
+        lowered = ConvolutionProblem.create(
+            problem.direction,
+            shapes["x"],
+            shapes["w"],
+            dtype=problem.x_dtype,
+            padding=common,
+            stride=problem.stride,
+            dilation=problem.dilation,
+            groups=problem.groups,
+            accumulate=problem.accumulate,
+        )
+        Columns(lowered, "col2im" if problem.direction == "backward_data" else "im2col", 1 << 20)(*views)
+
+
+@pytest.mark.parametrize("word", ["float64 nchw", "bfloat16 nhwc", "float64 nchw acc", "bfloat16 nhwc acc"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", [*PADDED, *GAPS])
+def test_copies_give_the_same_result(line, direction, word, rng, monkeypatch):
+    monkeypatch.setattr(devices, "cupy", lambda: np)
+    monkeypatch.setattr(devices, "workspace", lambda size: np.full(size, 255, np.uint8))
+    problem = ConvolutionProblem.parse(f"{direction} {line} {word}")
+    first, second, out = (problem.empty(name, devices.CPU) for name in problem.operands)
+    for a in (first, second):
+        a[...] = rng.standard_normal(a.shape)
+    out[...] = rng.standard_normal(out.shape) if problem.accumulate else np.nan
+    wanted = out.copy()
+    Columns(problem, "col2im" if direction == "backward_data" else "im2col", 1 << 20)(first, second, wanted)
+    NumpyRunner(problem)(first, second, out)
+    np.testing.assert_array_equal(out.astype(np.float64), wanted.astype(np.float64))
+
+
+@pytest.mark.parametrize("mode", ["find", "heuristic"])
+def test_the_copy_counts_as_workspace(h200, mode):
+    line = "forward n2 c8 9x7 k8 3x3 p1:2 float32 nchw"
+    _, found = candidates(h200, line, mode=mode)
+    least = min(candidate.workspace for candidate in found if candidate.reason is None)
+    assert least >= 2 * 8 * 10 * 8 * 4
+    _, found = candidates(h200, line, mode=mode, workspace_limit=least - 1)
+    assert all("above the limit" in candidate.reason or "tensor cores" in candidate.reason for candidate in found)
+
+
+# --- without measuring ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n128 c64 56x56 k64 3x3 p1 float16 nhwc",
+        "backward_data n8 c32 28x28 k32 3x3 p1 float32 nchw",
+        "backward_filter n8 c32 28x28 k32 3x3 p1:2 tf32 nchw",
+    ],
+)
+def test_one_plan_is_built(h200, line, monkeypatch):
+    built = []
+    real = module.build_plans
+
+    def build(configurations, *args, **kwargs):
+        built.extend(configurations)
+        return real(configurations, *args, **kwargs)
+
+    monkeypatch.setattr(module, "build_plans", build)
+    problem, quick = candidates(h200, line, mode="heuristic")
+    assert len(built) == 1
+    _, slow = candidates(h200, line)
+    assert quick == slow
+    assert [candidate.workspace for candidate in quick] == [candidate.workspace for candidate in slow]
+    for candidate in quick:
+        if candidate.reason is None:
+            assert candidate.build().workspace == candidate.workspace
+    # What cannot be built is no reason to build no other.
+    rounds = []
+
+    def first_fails(configurations, *args, **kwargs):
+        rounds.append(configurations)
+        failed = CudnnNotSupportedError("cudnnBackendFinalize", 3000, "no such kernel")
+        return [failed] if len(rounds) == 1 else real(configurations, *args, **kwargs)
+
+    monkeypatch.setattr(module, "build_plans", first_fails)
+    _, found = candidates(h200, str(problem), mode="heuristic")
+    assert [len(each) for each in rounds] == [1, 1]
+    assert any("no such kernel" in (candidate.reason or "") for candidate in found)
+    assert any(candidate.reason is None for candidate in found)
+
+
+def test_what_turns_out_above_the_workspace_limit_is_refused_when_it_is_built(h200, monkeypatch):
+    line = "forward n128 c64 56x56 k64 3x3 p1 tf32 nchw"
+    monkeypatch.setattr(module.EngineConfig, "workspace", None)
+    problem, found = candidates(h200, line, mode="heuristic", workspace_limit=150 << 20)
+    usable = [candidate for candidate in found if candidate.reason is None]
+    assert usable[0].build().workspace <= 150 << 20
+    every = offers(problem, Policy(), properties=h200)
+    sizes = {offer.candidate.identity: offer.candidate.workspace for offer in every}
+    refused = 0
+    for candidate in usable[1:]:
+        if sizes[candidate.identity] <= 150 << 20:
+            assert candidate.build().workspace == sizes[candidate.identity]
+            continue
+        refused += 1
+        with pytest.raises(CudnnNotSupportedError, match="above the limit"):
+            candidate.build()
+    assert refused > 0
+
+
+def test_a_row_that_the_policy_forbids_can_be_built(h200):
+    _, found = candidates(h200, "forward n128 c64 56x56 k64 3x3 p1 tf32 nchw", workspace_limit=150 << 20)
+    excluded = next(candidate for candidate in found if candidate.reason is not None)
+    assert excluded.build().workspace == excluded.workspace > 150 << 20
 
 
 # --- building and restoring -----------------------------------------------------------------------------------------
@@ -337,33 +539,156 @@ def test_a_prepared_runner_is_for_its_own_handle_only(h200, monkeypatch):
     problem, found = candidates(h200, "forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
     source = GraphSource(h200)
     prepared = found[0].build()
-    handles = [object(), object()]
+    handles = [SimpleNamespace(_as_parameter_=bindings.cudnnHandle_t()) for _ in range(2)]
     prepared.handle = handles[0]
     monkeypatch.setattr(source, "_handle", lambda: handles[0])
     monkeypatch.setattr(source, "_configured", lambda *_: offers(problem, Policy(), properties=h200)[0].configuration)
-    build = source._builder(problem, found[0], prepared)
+    build = source._builder(problem, found[0], prepared, 1 << 30)
     assert build() is prepared
     other = build()
     assert other.plan is not prepared.plan
     assert other.handle is handles[0]
     monkeypatch.setattr(source, "_handle", lambda: handles[1])
-    elsewhere = source._builder(problem, found[0], prepared)()
+    elsewhere = source._builder(problem, found[0], prepared, 1 << 30)()
     assert elsewhere.plan is not prepared.plan
     assert elsewhere.handle is handles[1]
 
 
-def test_a_run_passes_the_operands_in_the_order_of_the_problem(monkeypatch):
-    def array(address):
-        return SimpleNamespace(data=SimpleNamespace(ptr=address))
+def test_a_run_passes_the_operands_in_the_order_of_the_problem():
+    class CalledPlan:
+        workspace = 7
+        run = None
+
+        def __call__(self, *arrays):
+            calls.append(arrays)
 
     calls = []
-    plan = SimpleNamespace(workspace=7, run=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(module.resources, "handle", lambda: "the handle")
-    monkeypatch.setattr(module.devices, "workspace", lambda size: array(1000 + size))
-    runner = module.GraphRunner(plan, None)
+    runner = module.GraphRunner(CalledPlan(), None)
     assert runner.workspace == 7
-    runner(array(1), array(2), array(3))
-    assert calls == [("the handle", (1, 2, 3), 1007)]
+    runner(1, 2, 3)
+    assert calls == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize(("order", "expected"), [(None, (10, 20, 30)), ((2, 0, 1), (30, 10, 20))])
+def test_a_run_by_addresses_is_in_the_order_of_the_problem_too(order, expected):
+    calls = []
+    plan = SimpleNamespace(workspace=7, run=None, launcher=lambda handle: calls.append)
+    runner = module.GraphRunner(plan, object(), order)
+    runner.launch((10, 20, 30))
+    runner(*[SimpleNamespace(data=SimpleNamespace(ptr=address)) for address in (10, 20, 30)])
+    assert calls == [expected] * 2
+    with_checks = []
+    plan = Checked(with_checks)
+    runner = module.GraphRunner(plan, object(), order)
+    assert runner.launch is None
+    runner(10, 20, 30)
+    assert with_checks == [expected]
+
+
+class Checked:
+    """A plan as FLCUDA_CHECK=1 makes it: addresses are too little for it."""
+
+    workspace = 7
+    run = None
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def launcher(self, handle):
+        return None
+
+    def __call__(self, *arrays):
+        self._calls.append(arrays)
+
+
+# --- fused graphs ---------------------------------------------------------------------------------------------------
+
+SILU = (
+    "graph; x {0} 8x64x28x28 nhwc; w {0} 64x64x3x3 nhwc; b {0} 1x64x1x1 nhwc; "
+    "t = convolution_forward(%x, %w, padding=1); s = add(%t, %b); y = silu(%s); out y; out s"
+)
+PRODUCT = "graph; a float32 4x64x32; b float32 4x32x64; t = matmul(%a, %b); y = tanh(%t); out y"
+
+
+def graph_candidates(properties, line, **policy):
+    problem = Problem.parse(line)
+    return problem, list(GraphSource(properties).candidates(problem, Policy(**policy), None))
+
+
+def addresses(runner, operands, monkeypatch):
+    """Gives the addresses with which a runner calls its plan."""
+    calls = []
+    monkeypatch.setattr(runner, "plan", lambda *arrays: calls.append(tuple(array.data.ptr for array in arrays)))
+    runner(*[SimpleNamespace(data=SimpleNamespace(ptr=address)) for address in operands])
+    return calls[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_graph_has_candidates_that_restore_from_a_choice(h200, dtype, monkeypatch):
+    problem, found = graph_candidates(h200, SILU.format(dtype))
+    usable = [candidate for candidate in found if candidate.reason is None]
+    assert usable
+    assert all(candidate.math == "tensor_op" for candidate in usable)
+    assert all(candidate.prepared_ms > 0 for candidate in usable)
+    for candidate in usable[:2]:
+        key = Key(problem, Policy(), (("name", "H200"),), "cudnn", ("graph",))
+        stored = Choice.from_json(Choice.of(key, candidate).to_json())
+        assert stored.problem == problem
+        assert stored.key.file_name.startswith("graph-")
+        runner = candidate.build()
+        restored = GraphSource(h200).restore(stored.problem, stored, None)
+        assert restored.identity == candidate.identity
+        again = restored.build()
+        assert again.plan.tag == runner.plan.tag
+        assert again.workspace == runner.workspace == candidate.workspace
+        # y is the first output of the Problem, and s has the smaller number in the graph
+        _, tensors = problem.graph()
+        assert tensors["s"].uid < tensors["y"].uid
+        assert addresses(again, (10, 20, 30, 40, 50), monkeypatch) == (10, 20, 30, 50, 40)
+        monkeypatch.undo()
+
+
+def test_a_graph_of_tensor_cores_is_refused_under_fma_and_says_what_would_be_right(h200, tmp_path):
+    problem = Problem.parse(PRODUCT)
+    assert problem.math == "fma"
+    key = Key(problem, Policy(mode="heuristic", workspace_limit=1 << 30), (), "cudnn", ("graph",))
+    with pytest.raises(CudnnNotSupportedError) as caught:
+        search._first_that_builds(key, devices.Device("cuda", 0), (GraphSource(h200),), ChoiceStore(tmp_path))
+    text = str(caught.value)
+    assert str(problem) in text
+    assert "uses tensor cores, which math 'fma' forbids: on float32 operands that is TF32" in text
+    assert "need a Problem of math 'tensor_op' (TF32 on float32 operands)" in text
+    _, found = graph_candidates(h200, PRODUCT.replace("graph", "graph tensor_op"))
+    assert any(candidate.reason is None for candidate in found)
+
+
+def test_a_fused_float32_convolution_never_uses_tensor_cores_under_fma(h200):
+    _, found = graph_candidates(h200, SILU.format("float32"))
+    assert any("on float32 operands that is TF32" in (candidate.reason or "") for candidate in found)
+    for candidate in found:
+        assert (candidate.math == "fma") == (candidate.reason is None)
+
+
+def test_the_note_of_tensor_cores_means_nothing_without_products(h200):
+    _, found = graph_candidates(h200, "graph fma; x float32 8x64x28x28 nhwc; y = silu(%x); out y")
+    usable = [candidate for candidate in found if candidate.reason is None]
+    assert usable
+    assert {candidate.math for candidate in usable} == {"fma"}
+
+
+def test_why_not_a_graph(h200):
+    with pytest.raises(CudnnNotSupportedError) as caught:
+        graph_candidates(h200, "graph; x float32 8x64x28x28 nhwc; s, q = generate_statistics(%x); out s; out q")
+    assert "likely: dtype: statistics are fused for 16-bit tensors" in str(caught.value)
+
+
+def test_a_fault_of_a_convolution_concerns_a_graph_that_has_it(h200, monkeypatch):
+    fault = errata.Erratum("is wrong", "a report", 90000, 10**9, directions=("forward",), ranks=(2,), windows_only=True)
+    monkeypatch.setattr(errata, "ERRATA", (fault,))
+    _, found = graph_candidates(h200, SILU.format("float16"))
+    assert {candidate.reason for candidate in found} == {"known fault of cuDNN: is wrong (a report)"}
+    _, found = graph_candidates(h200, "graph; x float16 8x64x28x28 nhwc; y = silu(%x); out y")
+    assert any(candidate.reason is None for candidate in found)
 
 
 # --- what cuDNN does not take ---------------------------------------------------------------------------------------
@@ -373,8 +698,6 @@ def test_a_run_passes_the_operands_in_the_order_of_the_problem(monkeypatch):
     ("line", "texts"),
     [
         ("forward n1 c1 3x3x3x3 k1 1x1x1x1", ["at most 3 spatial dimensions", "3x3x3x3"]),
-        ("forward n2 c3 5x6 k4 3x3 p1 float16 nhwc align:1", ["x is aligned to 1 bytes"]),
-        ("forward n2 c3 5x6 k4 3x3 p1 ws:1x4x16x50", ["ws:1x4x16x50"]),
         ("backward_filter n4 c4 9x9 k4 3x3 out:float32 float16 nhwc", ["no engine supports", "likely: channels", "dw"]),
     ],
 )
@@ -415,6 +738,35 @@ def test_an_engine_whose_plan_fails_is_a_reason(h200, monkeypatch):
     assert sum(candidate.reason is None for candidate in found) == LIMIT
 
 
+def test_a_heuristic_mode_that_fails_is_passed_over(h200, monkeypatch):
+    real = module.OperationGraph.heuristics
+    asked = []
+
+    def heuristics(self, mode, **kwargs):
+        asked.append(mode)
+        if mode in broken:
+            raise CudnnError("cudnnBackendFinalize", status, "it failed")
+        return real(self, mode, **kwargs)
+
+    monkeypatch.setattr(module.OperationGraph, "heuristics", heuristics)
+    line = "forward n8 c32 28x28 k32 3x3 p1 float16 nhwc"
+    status, broken = 4000, ("A",)
+    _, found = candidates(h200, line)
+    assert asked == ["A", "fallback", "B"]
+    assert any(candidate.reason is None for candidate in found)
+    broken = ("A", "fallback", "B")
+    with pytest.raises(CudnnNotSupportedError, match=r"it failed \(forward n8 c32 28x28") as caught:
+        candidates(h200, line)
+    assert caught.value.status == 3000
+    status = 4003
+    with pytest.raises(MemoryError, match="it failed"):
+        candidates(h200, line)
+    status = 5000
+    with pytest.raises(CudnnError, match="it failed") as caught:
+        candidates(h200, line)
+    assert caught.value.status == 5000
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -437,6 +789,24 @@ def test_plan_only(h200):
     assert "\n40 " in done.stdout
     assert "\n  62: uses tensor cores" in done.stdout
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.usefixtures("_on_9_28")
+def test_plan_only_of_a_graph(h200):
+    done = command("--gpu", "h200", "--plan-only", SILU.format("float16"))
+    assert done.returncode == 0, done.stderr
+    head, _, rest = done.stdout.partition("\nfor NVIDIA H200")
+    problem = Problem.parse(SILU.format("float16"))
+    assert Problem.parse(head) == problem
+    assert max(map(len, done.stdout.split("\n"))) <= 80
+    assert "kernel_cfg=" in rest
+    assert "legacy" not in rest
+    done = command("--gpu", "h200", "--plan-only", "--json", PRODUCT)
+    report = json.loads(done.stdout)
+    assert report["problem"] == str(Problem.parse(PRODUCT))
+    assert {row["math"] for row in report["rows"]} == {"tensor_op"}
+    done = command("--gpu", "h200", "--plan-only", PRODUCT)
+    assert "need math 'tensor_op'" in done.stdout
 
 
 @pytest.mark.usefixtures("_on_9_28")

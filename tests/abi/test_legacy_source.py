@@ -1,6 +1,7 @@
 """What of the legacy source needs no GPU: descriptors made from Problems, staged copies, and the refusals."""
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from flcuda import cudnn
 from flcuda import device as devices
-from flcuda.device import CPU
+from flcuda.finder import errata
+from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources import legacy
 from flcuda.finder.sources.legacy import Call, LegacyRunner, LegacySource
@@ -32,6 +34,18 @@ STRIDED = [
     "n2 c3 5x6 k4 3x3 p1 align:2 ",
     "n2 c3 5 k4 3 p1:0 xs:100x30x2",
 ]
+
+
+GPU = errata.Gpu(90, 91900)
+
+
+def restored(problem, candidate, *, gpu=GPU, deterministic=False, **changes):
+    """The candidate made again of what a stored Choice keeps of it."""
+    names = ("algo", "math", "workspace", "deterministic", "parameters")
+    choice = SimpleNamespace(
+        **{name: getattr(candidate, name) for name in names} | changes, policy=Policy(deterministic=deterministic)
+    )
+    return LegacySource(gpu).restore(problem, choice, devices.Device("cuda"))
 
 
 def output_dimensions(made, call):
@@ -205,7 +219,7 @@ def test_each_reported_entry_becomes_a_candidate_with_its_own_math():
     assert "NOT_SUPPORTED" in refused.reason
     newer = made(strict, algo=99, status=0, mathType=3)
     assert newer.algo == "ALGO_99"
-    assert legacy.LegacySource().restore(strict.problem, newer, CPU).identity == newer.identity
+    assert restored(strict.problem, newer).identity == newer.identity
     wide = Call.create(ConvolutionProblem.parse("forward n2 c4 8x8 k4 5x5 p2 float32 nchw"))
     assert made(strict, algo=7, status=0, mathType=3).reason is None
     assert "less exact than TF32" in made(wide, algo=7, status=0, mathType=3).reason
@@ -216,15 +230,51 @@ def test_candidates_are_restored_by_what_a_choice_keeps():
     entry = cudnn.cudnnConvolutionBwdFilterAlgoPerf_t(algo=6, status=0, memory=64, determinism=1, mathType=3)
     for layout in ("given", "nchw"):
         candidate = legacy._candidate(legacy._DIRECTIONS["backward_filter"], Call.create(problem, layout), entry, True)
-        again = LegacySource().restore(problem, candidate, devices.Device("cuda"))
+        again = restored(problem, candidate)
         assert again.identity == candidate.identity
         assert again == candidate
     for changes in ({"algo": "FAST"}, {"parameters": ()}, {"parameters": (("math_type", "FMA"), ("layout", "cl"))}):
-        fields = {
-            name: getattr(candidate, name) for name in ("algo", "math", "workspace", "deterministic", "parameters")
-        }
         with pytest.raises(ValueError, match="choice"):
-            LegacySource().restore(problem, type("Stored", (), fields | changes), devices.Device("cuda"))
+            restored(problem, candidate, **changes)
+
+
+def test_a_known_fault_is_not_restored(monkeypatch):
+    problem = ConvolutionProblem.parse("forward n2 c4 8x8x8 k4 3x3x3 tf32 nhwc")
+    entry = cudnn.cudnnConvolutionFwdAlgoPerf_t(algo=1, status=0, memory=64, determinism=1, mathType=0)
+    candidate = legacy._candidate(legacy._DIRECTIONS["forward"], Call.create(problem), entry, True)
+    assert restored(problem, candidate) == candidate
+    with pytest.raises(ValueError, match=r"must not be used for forward n2 .*TF32 kernel for 3-D convolutions"):
+        restored(problem, candidate, gpu=errata.Gpu(90, 91002))
+    racy = errata.Erratum("differs", "a test", 90000, 99999, algos=("IMPLICIT_PRECOMP_GEMM",), nondeterministic=True)
+    monkeypatch.setattr(errata, "ERRATA", (racy,))
+    assert not restored(problem, candidate).deterministic
+    with pytest.raises(ValueError, match="not deterministic"):
+        restored(problem, candidate, deterministic=True)
+
+
+def test_what_is_offered_passes_the_known_faults(monkeypatch):
+    problem = ConvolutionProblem.parse("forward n2 c4 8x8x8 k4 3x3x3 tf32 nhwc")
+    row = legacy._DIRECTIONS["forward"]
+
+    def offered(call, measure, limit):
+        entries = [
+            cudnn.cudnnConvolutionFwdAlgoPerf_t(algo=algo, status=0, mathType=math) for algo, math in ((1, 0), (0, 3))
+        ]
+        return [legacy._candidate(row, call, entry, measure) for entry in entries]
+
+    monkeypatch.setattr(legacy, "_offered", offered)
+    for gpu, reasons in ((GPU, [False, False]), (errata.Gpu(90, 91002), [True, False])):
+        found = LegacySource(gpu).candidates(problem, Policy(workspace_limit=0), devices.Device("cuda"))
+        assert [candidate.reason is not None for candidate in found] == reasons
+
+
+def test_the_workspace_counts_the_copies():
+    row = legacy._DIRECTIONS["forward"]
+    entry = cudnn.cudnnConvolutionFwdAlgoPerf_t(algo=1, status=0, memory=64, determinism=1, mathType=3)
+    padded = Call.create(ConvolutionProblem.parse("forward n2 c3 8x8 k4 3x3 p1:2x0:1"))
+    assert legacy._candidate(row, padded, entry, True).workspace == 64 + 2 * 3 * 9 * 9 * 4
+    plain = Call.create(ConvolutionProblem.parse("forward n2 c3 8x8 k4 3x3 p1"))
+    assert legacy._candidate(row, plain, entry, True).workspace == 64
 
 
 @pytest.mark.parametrize(
@@ -240,7 +290,7 @@ def test_candidates_are_restored_by_what_a_choice_keeps():
 def test_what_no_descriptor_holds_is_refused_by_name(line, text):
     problem = ConvolutionProblem.parse(line)
     with pytest.raises(legacy.CudnnNotSupportedError, match=text) as caught:
-        list(LegacySource().candidates(problem, legacy.Policy(), devices.Device("cuda")))
+        list(LegacySource().candidates(problem, Policy(), devices.Device("cuda")))
     assert str(problem) in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from flcuda import device as devices
 from flcuda.errors import CudnnNotSupportedError
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, output_shape
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources.graph import LIMIT, GraphSource
 
 LINES = [
@@ -33,6 +33,14 @@ LINES = [
     "n4 c16 15x15 k32 3x3 p2 d2 float16 nhwc",
     "n4 c16 14x14 k32 1x1 float16 nhwc",
     "n4 c16 15x15 k32 1x1 s2 float32 nchw",
+    # padding that differs before and after, alone and with strides of a larger array
+    "n4 c16 14x13 k32 3x3 p1:2x0:1 float32 nchw",
+    "n4 c16 14x13 k32 3x3 p0:1 s2 float16 nhwc acc",
+    "n2 c8 12x10 k16 3x3 p1:2 tf32 nchw xs:2000x200x14x1",
+    "n2 c8 12x10 k16 3x3 p1:2 float16 nhwc ys:9000x1x500x24 align:2",
+    # a filter with gaps
+    "n2 c8 12x10 k16 3x3 p1 float16 nhwc ws:200x1x48x16",
+    "n2 c8 12x10 k16 3x3 p1:0 float32 nchw ws:150x18x6x2 acc",
     # channels that no vector fits
     "n3 c3 17x15 k5 3x3 p1 float16 nhwc",
     "n3 c3 17x15 k64 7x7 p3 s2 bfloat16 nhwc",
@@ -60,6 +68,30 @@ LINES = [
     "n2 c8 12x10 k16 3x3 p1 float32 nchw align:4",
     "n2 c8 12x10 k16 3x3 p1 float16 nhwc align:2",
 ]
+GEOMETRIES = [
+    "n4 c16 14x14 k32 1x1",
+    "n4 c16 15x15 k32 1x1 s2",
+    "n4 c8 21x20 k16 7x7 p3 s2",
+    # the data gradient of a stride, of even and odd sizes
+    "n4 c16 14x14 k32 3x3 p1 s2",
+    "n4 c16 15x13 k32 3x3 p1 s2",
+    "n3 c32 12x12 k64 3x3 p1 g4",
+    "n3 c32 12x11 k32 3x3 p1 g32",
+    "n3 c32 12x11 k64 3x3 p1 s2 g32",
+    "n4 c16 50 k32 5 p2 s2",
+    "n4 c16 50 k32 5 p4:0",
+    "n2 c8 7x8x9 k16 3x3x3 p1",
+    "n2 c8 7x8x9 k16 3x3x3 p1:0x0:1x1 s2",
+    # channels that no vector fits
+    "n3 c3 17x15 k64 7x7 p3 s2",
+    "n3 c5 13x12 k30 3x3 p1",
+    "n3 c30 13x12 k5 3x3 p1 s2",
+    "n4 c16 14x13 k32 3x3 p1:2x0:1",
+    "n4 c16 14x13 k32 3x3 p0:1 s2",
+    "n2 c8 12x10 k16 3x3 p1 align:4",
+    "n2 c8 12x10 k16 3x3 p1:2 align:8x4x4",
+]
+WORDS = [f"{word} {layout}" for word in ("float32", "tf32", "float16", "bfloat16") for layout in ("nchw", "nhwc")]
 
 
 def fill(array, values):
@@ -80,8 +112,8 @@ def misaligned(problem, arrays):
     return moved
 
 
-def runs_right(problem, seed=3):
-    """Runs every candidate, as offered and as restored, on poisoned outputs; returns how many ran."""
+def runs_right(problem, seed=3, *, restored=True):
+    """Runs every candidate, as offered and maybe as restored, on poisoned outputs; returns how many ran."""
     device = devices.resolve("cuda")
     source = GraphSource()
     first, second, out = problem.operands
@@ -101,9 +133,11 @@ def runs_right(problem, seed=3):
         ran = 0
         for candidate in usable:
             assert not (problem.math == "fma" and candidate.math != "fma")
-            again = source.restore(problem, Choice.of(key, candidate), device)
-            assert again == candidate
-            for each in (candidate, again):
+            made = [candidate]
+            if restored:
+                made.append(source.restore(problem, Choice.of(key, candidate), device))
+                assert made[1] == candidate
+            for each in made:
                 fill(arrays["out"], before)
                 try:
                     runner = each.build()
@@ -123,6 +157,13 @@ def test_every_candidate_is_right(line, direction):
     assert runs_right(ConvolutionProblem.parse(f"{direction} {line}")) > 0
 
 
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", GEOMETRIES)
+def test_every_geometry_in_every_precision_and_layout(line, direction, word):
+    assert runs_right(ConvolutionProblem.parse(f"{direction} {line} {word}"), restored=False) > 0
+
+
 @pytest.mark.parametrize("word", ["float16 nhwc", "bfloat16 nchw"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_16_bit_operands_with_a_float32_result(direction, word):
@@ -136,81 +177,19 @@ def test_16_bit_operands_with_a_float32_result(direction, word):
     assert ran > 0 or "no engine supports" in why_not
 
 
-def random_problem(rng):
-    """A problem of any kind, small enough for float64 on the CPU."""
-    while True:
-        rank = int(rng.choice([1, 2, 2, 2, 3]))
-        groups = int(rng.choice([1, 1, 1, 2, 4]))
-        channels = groups * int(rng.integers(1, 13))
-        filters = groups * int(rng.integers(1, 13))
-        size = tuple(int(n) for n in rng.integers(1, 15 if rank < 3 else 8, rank))
-        kernel = tuple(int(n) for n in rng.integers(1, 6, rank))
-        padding = [(int(n), int(n)) for n in rng.integers(0, 4, rank)]
-        stride = tuple(int(n) for n in rng.integers(1, 4, rank))
-        dilation = tuple(int(n) for n in rng.choice([1, 1, 2], rank))
-        x_shape = (int(rng.integers(1, 6)), channels, *size)
-        w_shape = (filters, channels // groups, *kernel)
-        try:
-            before, after = zip(*padding, strict=True)
-            output_shape(x_shape, w_shape, before, after, stride, dilation, groups)
-        except ValueError:
-            continue
-        return ConvolutionProblem.create(
-            str(rng.choice(DIRECTIONS)),
-            x_shape,
-            w_shape,
-            dtype=str(rng.choice(["float32", "tf32", "float16", "bfloat16", "float64"])),
-            layout=str(rng.choice(["nchw", "nhwc"])),
-            padding=padding,
-            stride=stride,
-            dilation=dilation,
-            groups=groups,
-            accumulate=bool(rng.choice([False, False, True])),
-        )
-
-
-@pytest.mark.parametrize("part", range(10))
-def test_random_problems_with_small_whole_numbers_are_exact(rng, part):
-    """With a few small whole numbers every sum is exact in each dtype, so that one wrong element shows."""
-    device = devices.resolve("cuda")
-    rng = np.random.default_rng([part, int(rng.integers(1 << 30))])
-    ran = 0
-    for _ in range(10):
-        problem = random_problem(rng)
-        first, second, _ = problem.operands
-        with device.use():
-            arrays = problem.random_arrays(device=device)
-            for name in problem.operands[:2]:
-                values = rng.integers(-2, 3, arrays[name].shape) * (rng.random(arrays[name].shape) < 0.1)
-                fill(arrays[name], values.astype(np.float64))
-            before = np.full(arrays["out"].shape, np.nan)
-            wanted, scale = exact(problem, arrays)
-            if problem.accumulate:
-                before = rng.integers(-2, 3, before.shape).astype(np.float64)
-                wanted = wanted + before
-            assert scale.max() < 120
-            try:
-                found = list(GraphSource().candidates(problem, Policy(), device))
-            except CudnnNotSupportedError:
-                continue
-            for candidate in found:
-                if candidate.reason is not None:
-                    continue
-                fill(arrays["out"], before)
-                try:
-                    candidate.build()(arrays[first], arrays[second], arrays["out"])
-                except CudnnNotSupportedError:
-                    continue
-                # Winograd and Fourier transforms are not exact, only close.
-                np.testing.assert_allclose(host(arrays["out"]), wanted, rtol=0, atol=0.05, err_msg=f"{candidate}")
-                ran += 1
-    assert ran > 0
-
-
-def test_capture_and_replay():
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n8 c64 14x14 k64 3x3 p1 tf32 nchw",
+        "forward n8 c64 14x14 k64 3x3 p1:2 float16 nhwc",
+        "backward_data n8 c64 14x14 k64 3x3 p1:2 float16 nhwc",
+        "backward_filter n8 c64 14x14 k64 3x3 p0:1 tf32 nchw",
+    ],
+)
+def test_capture_and_replay(line):
     device = devices.resolve("cuda")
     cupy = devices.cupy()
-    problem = ConvolutionProblem.parse("forward n8 c64 14x14 k64 3x3 p1 tf32 nchw")
+    problem = ConvolutionProblem.parse(line)
     first, second, _ = problem.operands
     with device.use():
         arrays = problem.random_arrays(seed=5, device=device)
@@ -231,7 +210,9 @@ def test_capture_and_replay():
                     arrays[first] *= factor
                     graph.launch(stream)
                     stream.synchronize()
-                    np.testing.assert_allclose(host(arrays["out"]), factor * direct, rtol=2e-3, atol=2e-3)
+                    np.testing.assert_allclose(
+                        host(arrays["out"]), factor * direct, rtol=2e-3, atol=1e-3 * np.abs(direct).max()
+                    )
                 arrays[first] /= 2
                 stream.synchronize()
 

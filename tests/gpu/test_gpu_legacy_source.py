@@ -6,6 +6,7 @@ from convolution_oracle import TOLERANCE, exact, host
 
 from flcuda import device as devices
 from flcuda.errors import CudnnNotSupportedError
+from flcuda.finder.choice import Choice, Key
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources.legacy import LegacySource
@@ -31,6 +32,7 @@ def test_every_candidate_is_right_or_says_why_not(line, direction, mode):
     problem = ConvolutionProblem.parse(f"{direction} {line}")
     arrays = problem.random_arrays(seed=3, device=device)
     first, second, _ = problem.operands
+    key = Key.of(problem, Policy(mode=mode), device, ("legacy",))
     before = host(arrays["out"])
     wanted, scale = exact(problem, arrays)
     if problem.accumulate:
@@ -48,8 +50,10 @@ def test_every_candidate_is_right_or_says_why_not(line, direction, mode):
                 assert candidate.math == "fma"
             assert (candidate.reported_ms is not None) == (mode == "find")
             arrays["out"][...] = devices.cupy().asarray(before.astype(devices.DTYPES[problem.x_dtype]))
+            again = LegacySource().restore(problem, Choice.of(key, candidate), device)
+            assert again == candidate
             try:
-                runner = LegacySource().restore(problem, candidate, device).build()
+                runner = again.build()
                 runner(arrays[first], arrays[second], arrays["out"])
             except CudnnNotSupportedError:
                 # The heuristic may rank first what then does not run (pytorch#1485); what was measured runs.

@@ -12,7 +12,7 @@ from helpers import place, to_numpy
 from flcuda import device as devices
 from flcuda.cudnn import library
 from flcuda.cudnn.device_properties import DeviceProperties
-from flcuda.cudnn.graph import EngineConfig, ExecutionPlan, Graph, OperationGraph, Tensor
+from flcuda.cudnn.graph import EngineConfig, ExecutionPlan, Graph, OperationGraph, Tensor, build_plans
 from flcuda.cudnn.resources import handle
 from flcuda.errors import CudnnError, CudnnNotSupportedError
 from flcuda.ops.convolution import convolution
@@ -344,10 +344,31 @@ def test_this_gpu_by_its_own_properties(rng: np.random.Generator) -> None:
     check(arrays, fusion, made.tag)
 
 
+def filter_gradient(f: Fusion, rng: np.random.Generator, c: int) -> None:
+    x, dy = f.tensor("x", images(rng, c)), f.tensor("dy", images(rng, c))
+    expected = CONVOLUTION.backward_filter(f.wide("x"), f.wide("dy"), (c, c, 3, 3))
+    f.output(f.graph.convolution_backward_filter(x, dy, (c, c, 3, 3), padding=1), "dw", expected)
+
+
+def plan_with_workspace(rng: np.random.Generator) -> tuple[Fusion, OperationGraph, ExecutionPlan]:
+    """Which plans need a workspace is different in each version of cuDNN; some filter gradient's does in all."""
+    for dtype in ("float16", "float32"):
+        fusion = Fusion(Graph(), dtype)
+        filter_gradient(fusion, rng, 64)
+        built = fusion.graph.build(handle())
+        for configuration in built.configurations():
+            try:
+                made = configuration.plan()
+            except CudnnNotSupportedError:
+                continue
+            if made.workspace:
+                return fusion, built, made
+    raise AssertionError("no plan of a filter gradient needs a workspace")
+
+
 def test_pointers_and_workspace(rng: np.random.Generator) -> None:
     """New pointers are followed, old ones kept; a missing one is an error before cuDNN sees it."""
-    fusion, built = some_fusion(rng)
-    made = next(made for made in plans(built.configurations()) if made.workspace)
+    fusion, built, made = plan_with_workspace(rng)
     sets = [Arrays.of(built, fusion.inputs) for _ in range(20)]
     for arrays in (*sets, *sets[:3]):
         execute(made, arrays)
@@ -363,6 +384,57 @@ def test_pointers_and_workspace(rng: np.random.Generator) -> None:
         made.execute(handle(), {**pointers, first: 0}, 1 << 20)
     with pytest.raises(TypeError, match="expected a device address or a CuPy array"):
         made.execute(handle(), {**pointers, first: "x"}, 1 << 20)
+
+
+def test_plans_built_in_threads_run(rng: np.random.Generator) -> None:
+    """All threads use the one handle while they build; it is this thread's again when the plans run."""
+    fusion, built = some_fusion(rng)
+    configurations = built.configurations()[:12]
+    made = build_plans(configurations, handle(), threads=4)
+    assert len(made) == len(configurations)
+    good = 0
+    for configuration, plan in zip(configurations, made, strict=True):
+        if isinstance(plan, CudnnError):
+            assert isinstance(plan, CudnnNotSupportedError)
+            continue
+        assert plan.tag == configuration.tag
+        assert plan.build_ms > 0
+        arrays = Arrays.of(built, fusion.inputs)
+        execute(plan, arrays)
+        check(arrays, fusion, plan.tag)
+        good += 1
+    assert good > 1
+
+
+def test_called_with_arrays_on_the_current_stream(rng: np.random.Generator) -> None:
+    """The workspace is CuPy's, the handle this thread's, and the stream CuPy's current one at each call."""
+    cupy = devices.cupy()
+    fusion, built, made = plan_with_workspace(rng)
+    arrays = Arrays.of(built, fusion.inputs)
+    in_order = [arrays.by_uid[uid] for uid in made.uids]
+    taken = []
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size: int) -> Any:
+        taken.append(size)
+        return pool.malloc(size)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    devices.synchronize(devices.resolve("cuda"))
+    with cupy.cuda.using_allocator(allocate):
+        made(*in_order)
+        devices.synchronize(devices.resolve("cuda"))
+        check(arrays, fusion, made.tag)
+        with stream:
+            arrays.outputs["dw"][...] = np.nan
+            made(*in_order)
+            assert handle().stream == stream.ptr
+            stream.synchronize()
+            check(arrays, fusion, made.tag)
+    assert taken.count(made.workspace) == 2
+    assert handle().stream == cupy.cuda.get_current_stream().ptr
+    with pytest.raises(ValueError, match=f"pointers: 2 for the {len(made.uids)} tensors"):
+        made(*in_order[:2])
 
 
 def test_scalars_by_value(rng: np.random.Generator) -> None:

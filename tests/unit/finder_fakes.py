@@ -8,12 +8,12 @@ from flcuda.finder import sources
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
 
 PROBLEM = ConvolutionProblem.parse("forward n2 c3 6x5 k4 3x3 p1 float32 nchw")
 
 
-def key(problem: ConvolutionProblem = PROBLEM, policy: Policy | None = None, **changes) -> Key:
+def key(problem: Problem = PROBLEM, policy: Policy | None = None, **changes) -> Key:
     values = {
         "device_model": (("cores", 2), ("name", "a processor")),
         "library_version": "numpy 2.0.0",
@@ -65,14 +65,20 @@ class Fake:
     run_errors: Callable[[int], Exception | None] = lambda call: None
     builds: int = 0
     calls: int = 0
+    inputs: int = 2
+    operands: tuple = ()
+    prepared_ms: float = 0.0
 
-    def __call__(self, a, b, out) -> None:
+    def __call__(self, *operands) -> None:
         self.calls += 1
+        self.operands = operands
         error = self.run_errors(self.calls)
         if error is not None:
             raise error
         Clock.last_ms = self.delay + 1e-3
-        out[...] = self.value
+        count = len(operands) - self.inputs
+        for out in operands[-count:]:
+            out[...] = self.value
 
     def candidate(self, source: str) -> Candidate:
         def build():
@@ -90,6 +96,7 @@ class Fake:
             build=build,
             parameters=self.parameters,
             reported_ms=self.reported_ms,
+            prepared_ms=self.prepared_ms,
             reason=self.reason,
         )
 
@@ -99,6 +106,7 @@ class FakeSource:
     fakes: list[Fake]
     name: str = "fake"
     devices: tuple[str, ...] = ("cpu",)
+    kinds: tuple[type[Problem], ...] = (Problem,)
     asked: list[Policy] = field(default_factory=list)
 
     def candidates(self, problem, policy, device) -> Iterator[Candidate]:

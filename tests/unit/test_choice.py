@@ -12,7 +12,8 @@ from flcuda.finder import current_policy, policy
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import SCHEMA, Choice, Key, library_version
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
+from flcuda.finder.store import ChoiceStore
 
 POLICY = Policy(deterministic=True, workspace_limit=1 << 20)
 
@@ -37,6 +38,47 @@ class TestJson:
         assert again.key.text == one.key.text
         assert again.key.file_name == one.key.file_name
         assert again.to_json() == one.to_json()
+
+    def test_of_a_graph(self):
+        problem = Problem.parse(
+            "graph; x float16 2x8x4x4 nhwc; y = silu(%x); z = reduction(add, %y, (1, 8, 1, 1)); out z float32; out y"
+        )
+        one = choice(key(problem))
+        again = Choice.from_json(one.to_json())
+        assert again == one
+        assert again.problem == problem
+        assert again.key.text == one.key.text
+        assert again.key.file_name == one.key.file_name
+        assert one.key.file_name.startswith("graph-")
+        assert one.key != key()
+
+    def test_what_was_stored_before_is_still_found(self, tmp_path):
+        """The file of an earlier version, whole."""
+        name = "forward-ca0d7eaaef5f4b6f63a26fa0.json"
+        value = {
+            "schema": 1,
+            "key": {
+                "problem": "forward n2 c3 6x5 k4 3x3 p1 s1 float32 nchw",
+                "policy": {"mode": "find", "deterministic": False, "workspace_limit": None},
+                "device_model": {"cores": 2, "name": "a processor"},
+                "library_version": "numpy 2.0.0",
+                "sources": ["reference"],
+            },
+            "choice": {
+                "source": "reference",
+                "algo": "im2col",
+                "math": "fma",
+                "workspace": 4096,
+                "deterministic": True,
+                "parameters": {},
+                "median_ms": 0.5,
+                "spread_ms": 0.1,
+            },
+            "recorded": {"date": "2026-01-01T00:00:00+00:00"},
+        }
+        assert key().file_name == name
+        (tmp_path / name).write_text(json.dumps(value))
+        assert ChoiceStore(tmp_path).get(key()).algo == "im2col"
 
     def test_can_be_read_by_a_person(self):
         value = json.loads(choice().to_json())
@@ -80,6 +122,12 @@ class TestJson:
             part = part[step]
         part[path[-1]] = value
         with pytest.raises(ValueError, match=r"\w"):
+            Choice.from_json(json.dumps(whole))
+
+    def test_a_line_of_endless_parentheses_is_a_value_error(self):
+        whole = json.loads(choice().to_json())
+        whole["key"]["problem"] = f"graph float32; x float16 2x2; y = silu({'(' * 100_000}); out y"
+        with pytest.raises(ValueError, match="nested too deeply"):
             Choice.from_json(json.dumps(whole))
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"schema": 1}', b"\xff\xfe\x00"])

@@ -7,7 +7,8 @@ import pytest
 from flcuda.finder import errata
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.errata import ERRATA, Erratum, Gpu, apply
-from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.graph_problem import GraphProblem
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, Problem
 
 PROBLEM = ConvolutionProblem.parse("forward n2 c8 9x9 k8 3x3 p1 float16 nhwc")
 FAULT = Erratum(
@@ -95,14 +96,105 @@ def test_windows_only(fault):
     assert apply(candidate(), PROBLEM, GPU).reason is not None
 
 
+def test_depthwise_only_large_only_and_layouts(fault):
+    fault(dataclasses.replace(FAULT, depthwise_only=True))
+    assert apply(candidate(), PROBLEM, GPU).reason is None
+    depthwise = "forward n2 c8 9x9 k8 3x3 p1 g8 float16 nhwc"
+    assert apply(candidate(), ConvolutionProblem.parse(depthwise), GPU).reason is not None
+    fault(dataclasses.replace(FAULT, large_only=True))
+    assert apply(candidate(), PROBLEM, GPU).reason is None
+    large = ConvolutionProblem.parse("forward n32768 c64 32x32 k8 3x3 p1 float16 nhwc")
+    assert apply(candidate(), large, GPU).reason is not None
+    fault(dataclasses.replace(FAULT, layouts=("nchw",)))
+    assert apply(candidate(), PROBLEM, GPU).reason is None
+    fault(dataclasses.replace(FAULT, layouts=("nhwc",)))
+    assert apply(candidate(), PROBLEM, GPU).reason is not None
+
+
+def graph_of(dtype, size, window):
+    return GraphProblem.parse(
+        f"graph float32 tensor_op; x {dtype} 2x8x{size} nhwc; w {dtype} 8x8x{window} nhwc; "
+        f"t = convolution_forward(%x, %w, padding=1); y = pointwise(relu_fwd, %t); out y {dtype} nhwc"
+    )
+
+
+def test_a_graph_has_the_faults_of_its_convolutions_but_not_of_numbered_engines(fault):
+    problem = graph_of("float16", "9x9", "3x3")
+    fault(FAULT)
+    assert apply(candidate(), problem, GPU) == candidate()
+    assert apply(candidate(), problem, GPU).reason is None
+    fault(dataclasses.replace(FAULT, algos=()))
+    assert "is wrong" in apply(candidate(), problem, GPU).reason
+    fault(dataclasses.replace(FAULT, algos=(), directions=("backward_data",)))
+    assert apply(candidate(), problem, GPU).reason is None
+    plain = GraphProblem.parse("graph float32 fma; x float16 2x8x9x9; y = pointwise(relu_fwd, %x); out y float16")
+    fault(Erratum("is wrong", "a report", 90000, 99999))
+    assert apply(candidate(), plain, GPU).reason is None
+
+
 # --- the list -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algo", "line", "fault"),
+    [
+        ("9", "backward_filter n3 c12 8x12 k12 2x5 p1x2 g3 float16 nhwc", True),
+        ("23", "backward_filter n4 c12 13 k12 2 p1 s2 g3 tf32 nhwc", True),
+        ("9", "backward_filter n3 c24 8x12 k24 2x5 p1x2 g3 float16 nhwc", False),
+        ("9", "backward_filter n3 c12 8x12 k12 2x5 p1x2 float16 nhwc", False),
+        ("9", "forward n3 c12 8x12 k12 2x5 p1x2 g3 float16 nhwc", False),
+        ("70", "backward_filter n2 c48 9x3 k32 3x1 p1x3 g2 bfloat16 nchw", True),
+        ("70", "backward_filter n2 c48 9x3 k32 3x1 p1x3 g2 bfloat16 nhwc", False),
+        ("70", "forward n2 c48 9x3 k32 3x1 p1x3 g2 bfloat16 nchw", False),
+        ("72", "forward n1 c40 2x5 k9 5x1 p2 float16 out:float32 nchw", True),
+        ("72", "forward n1 c40 2x5 k9 5x1 p2 float16 out:float32 nhwc", False),
+        ("78", "backward_data n5 c24 11 k8 3 p3 float32 nchw", True),
+        ("69", "backward_filter n2 c1 2x7 k2 4x2 p2 d1x2 tf32 nhwc", True),
+        ("69", "backward_filter n2 c2 2x7 k2 4x2 p2 d1x2 tf32 nhwc", False),
+        ("4", "backward_filter n3 c6 9 k6 1 p2 g2 float64 nchw ys:177x29x2", True),
+    ],
+)
+def test_engines_that_gave_wrong_numbers(algo, line, fault):
+    problem = ConvolutionProblem.parse(line)
+    marked = apply(dataclasses.replace(candidate(), algo=algo), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fault"),
+    [
+        ("6x40", "6x40", True),
+        ("3x16x35", "1x16x1", True),
+        ("3x16x35", "3x1x1", True),
+        ("3x16x35", "1x16x35", False),
+        ("3x16x35", "1x1x1", False),
+        ("1x16x35", "1x16x1", False),
+        ("3x16x7x5", "1x16x1x1", False),
+    ],
+)
+def test_broadcasting_that_gave_wrong_numbers(a, b, fault):
+    problem = Problem.parse(f"graph; a float16 {a}; b float16 {b}; y = mul(%a, %b); out y")
+    marked = apply(candidate(algo="1"), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
+def test_a_graph_with_a_reduction_is_not_deterministic():
+    graph = "graph; dy float16 8x16x9x9 nhwc; z float16 8x16x9x9 nhwc; d = pointwise(swish_bwd, %dy, %z); "
+    gpu = Gpu(90, 91900)
+    alone = Problem.parse(graph + "out d")
+    summed = Problem.parse(graph + "s = reduction(add, %d, (1, 16, 1, 1)); out s float32")
+    assert apply(candidate(), alone, gpu).deterministic
+    marked = apply(candidate(), summed, gpu)
+    assert not marked.deterministic
+    assert marked.reason is None
+    assert apply(candidate(), PROBLEM, gpu).deterministic
 
 
 def test_every_entry_is_bounded_and_says_why_and_where():
     for entry in ERRATA:
         assert 90000 <= entry.since < entry.before < 100000
         assert entry.reason
-        assert "pytorch" in entry.report
+        assert "pytorch" in entry.report or "seen with cuDNN" in entry.report
         assert set(entry.sources) <= {"graph", "legacy"}
         assert set(entry.maths) <= {"fma", "tensor_op"}
         assert set(entry.directions) <= set(DIRECTIONS)
@@ -137,9 +229,32 @@ def test_3d(source, line, cudnn, refused):
     assert (marked.reason is not None) == refused
 
 
+def test_3d_in_a_graph():
+    problem = graph_of("bfloat16", "9x9x9", "3x3x3")
+    assert "9.15" in apply(candidate(), problem, Gpu(90, 91002)).reason
+    assert apply(candidate(), problem, Gpu(90, 91900)).reason is None
+
+
 def test_without_tensor_cores_tf32_in_3d_is_right():
     problem = ConvolutionProblem.parse("forward n1 c8 9x9x9 k8 3x3x3 tf32 nhwc")
     assert apply(candidate(math="fma"), problem, Gpu(90, 91002)).reason is None
+
+
+@pytest.mark.parametrize(
+    ("line", "cudnn", "refused"),
+    [
+        ("forward n1 c2 32800x32800 k2 3x3 p1 g2 float16 nhwc", 91300, True),
+        ("backward_data n1 c2 32800x32800 k2 3x3 p1 g2 float32 nhwc", 91100, True),
+        ("forward n1 c2 32800x32800 k2 3x3 p1 g2 float16 nchw", 91300, False),
+        ("forward n1 c2 32800x32800 k2 3x3 p1 float16 nhwc", 91300, False),
+        ("forward n1 c2 3280x3280 k2 3x3 p1 g2 float16 nhwc", 91300, False),
+        ("forward n1 c2 32800x32800 k2 3x3 p1 g2 float16 nhwc", 91002, False),
+        ("forward n1 c2 32800x32800 k2 3x3 p1 g2 float16 nhwc", 91500, False),
+    ],
+)
+def test_large_depthwise(line, cudnn, refused):
+    marked = apply(candidate(algo="7"), ConvolutionProblem.parse(line), Gpu(90, cudnn))
+    assert (marked.reason is not None) == refused
 
 
 def test_nothing_is_known_of_9_28():

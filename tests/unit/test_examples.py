@@ -1,5 +1,6 @@
 """The examples run, as a user runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_examples_are_run_here() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == ["custom_layer_raw_cudnn.py", "train_digits.py"]
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert names == ["custom_layer_raw_cudnn.py", "fused_layer.py", "train_digits.py"]
 
 
 def test_train_digits() -> None:
@@ -34,6 +36,21 @@ def test_train_digits() -> None:
     done = run_example("train_digits.py", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("epoch 1: train loss ")
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_fused_layer(precision: str) -> None:
+    arguments = ("--device", "cpu", "--shape", "3", "5", "7", "6", "--filters", "4", "--precision", precision)
+    done = run_example("fused_layer.py", *arguments, "--repeats", "3")
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "n3 c5 7x6 k4" in done.stdout
+    assert "the results agree" in done.stdout
+    done = run_example("fused_layer.py", *arguments, "--repeats", "3", "--json")
+    report = json.loads(done.stdout)
+    assert report["agree"]
+    assert all(value < 1e-2 for value in report["differences"].values())
+    assert report["times"]["forward + backward"]["fused"]["samples"] == 3
 
 
 @pytest.mark.skipif(device.cuda_available(), reason="there is a GPU here")

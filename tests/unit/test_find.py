@@ -1,10 +1,14 @@
 """Finding, planning, falling to the next candidate: with fake sources, and with the reference source on the CPU."""
 
+import json
+import math
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +18,12 @@ import flcuda
 from flcuda import device as devices
 from flcuda.errors import CudnnError, CudnnNotSupportedError, FlcudaError
 from flcuda.finder import Candidate, ChoiceStore, Plan, Policy, default_store, find, plan, policy, search, sources
+from flcuda.finder.choice import Choice
+from flcuda.finder.graph_problem import GraphProblem
 from flcuda.finder.problem import ConvolutionProblem
 from flcuda.finder.report import FindReport
+from flcuda.finder.sources import reference
+from flcuda.finder.verify import Verification
 
 REFUSED = CudnnNotSupportedError("cudnnConvolutionForward", 3000, "not for this shape")
 
@@ -89,6 +97,44 @@ class TestFind:
         source.candidates = refuse
         with pytest.raises(ValueError, match=r"fake:all: .*not for this shape"):
             find(PROBLEM)
+
+    def test_the_row_of_a_source_that_refuses_keeps_nothing_alive(self, monkeypatch):
+        source = only(monkeypatch, Fake("good"))
+        refs = []
+
+        def refuse(problem, policy, device):
+            yield source.fakes[0].candidate("fake")
+            scratch = np.zeros(3)
+            refs.append(weakref.ref(scratch))
+            try:
+                scratch.reshape(2)
+            except ValueError as error:
+                raise CudnnNotSupportedError("cudnnFind", 3000, "not for this shape") from error
+
+        source.candidates = refuse
+        report = find(PROBLEM)
+        assert refs[0]() is None
+
+        def run_it():
+            mine = np.zeros(3)
+            refs.append(weakref.ref(mine))
+            with pytest.raises(CudnnNotSupportedError, match="not for this shape"):
+                report["fake:all"].plan()
+
+        run_it()
+        assert refs[1]() is None
+
+    @pytest.mark.parametrize("error", [MemoryError("2 GB wanted"), CudnnError("cudnnCreate", 4000, "broken")])
+    def test_an_error_of_the_search_itself_names_the_problem(self, monkeypatch, error):
+        source = only(monkeypatch)
+
+        def fail(problem, policy, device):
+            raise error
+
+        source.candidates = fail
+        with pytest.raises(type(error)) as caught:
+            find(PROBLEM)
+        assert caught.value.__notes__ == [f"problem: {PROBLEM}"]
 
     def test_what_a_source_yields_before_it_refuses_counts(self, monkeypatch):
         source = only(monkeypatch)
@@ -249,16 +295,27 @@ class TestPlan:
         plan(PROBLEM)
         assert len(source.asked) == 4
 
+    def test_an_internal_error_of_what_was_measured_is_an_error(self, monkeypatch):
+        best = Fake("best", 1.0)
+        only(monkeypatch, best, Fake("other", 2.0))
+        made = plan(PROBLEM)
+        assert run(made) == 1.0
+        broken = CudnnError("cudnnBackendExecute", 4000, "engine")
+        best.run_errors = lambda call: broken
+        with pytest.raises(CudnnError, match="4000"):
+            run(made)
+
     def test_heuristic_takes_the_first_that_runs(self, monkeypatch):
         first = Fake("first", build_error=REFUSED)
+        broken = CudnnError("cudnnBackendExecute", 4000, "engine")
         second = Fake("second", run_errors=lambda call: REFUSED)
+        sick = Fake("sick", run_errors=lambda call: broken)
         third = Fake("third", 3.0)
         fourth = Fake("fourth", 4.0)
-        source = only(monkeypatch, Fake("known", reason="no"), first, second, third, fourth)
+        source = only(monkeypatch, Fake("known", reason="no"), first, second, sick, third, fourth)
         with policy(mode="heuristic"):
             made = plan(PROBLEM)
-            with pytest.warns(UserWarning, match="fake:third is used instead"):
-                assert run(made) == 3.0
+            assert run(made) == 3.0
             assert made.choice.algo == "third"
             assert run(plan(PROBLEM)) == 3.0
         assert fourth.builds == 0
@@ -353,6 +410,34 @@ class TestPlan:
         assert list(default_store().folder.glob("*")) == []
         # not the answer for the mode "find": it is searched for when there is memory
         assert run(plan(PROBLEM)) == 2.0
+
+    def test_without_memory_to_search_the_arrays_of_the_search_are_free_again(self, monkeypatch):
+        refs = []
+
+        def no_memory(problem, inputs, device):
+            refs.extend(weakref.ref(array) for array in inputs)
+            raise MemoryError("2 GB wanted")
+
+        monkeypatch.setattr(search, "Verifier", no_memory)
+        fake = Fake("a", inputs=3)
+        source = only(monkeypatch, fake)
+        candidate = fake.candidate("fake")
+        alive = []
+
+        def build():
+            alive.extend(ref() is not None for ref in refs)
+            return fake
+
+        monkeypatch.setattr(source, "candidates", lambda *_: [replace(candidate, build=build)])
+        with pytest.warns(UserWarning, match="memory does not suffice"):
+            plan(GRAPH)
+        assert alive == [False] * 3
+
+    def test_an_error_of_building_names_the_problem(self, monkeypatch):
+        only(monkeypatch, Fake("a", build_error=CudnnError("cudnnCreate", 4000, "broken")))
+        with pytest.raises(CudnnError) as caught:
+            plan(PROBLEM, policy=Policy(mode="heuristic"))
+        assert caught.value.__notes__ == [f"problem: {PROBLEM}; candidate: fake:a"]
 
     def test_a_second_process_and_another_batch_search_only_what_they_must(self, tmp_path):
         code = """
@@ -600,6 +685,11 @@ class TestUserSource:
                 flcuda.source(name)
         with pytest.raises(ValueError, match="'tpu'"):
             flcuda.source("mine", devices=("tpu",))
+        for argument in ("devices", "problems"):
+            with pytest.raises(ValueError, match=f"{argument} is empty"):
+                flcuda.source("mine", **{argument: ()})
+        with pytest.raises(TypeError, match=r"problems .* must be a tuple of classes, \(GraphProblem,\)"):
+            flcuda.source("mine", problems=GraphProblem)
 
         @flcuda.source("mine", devices=("cpu",))
         def mine(problem):
@@ -611,7 +701,9 @@ class TestUserSource:
     def test_the_devices_of_a_source(self, monkeypatch):
         monkeypatch.setattr(sources, "_registered", {})
         flcuda.source("gpu-only", devices=("cuda",))(lambda problem: ())
-        assert [source.name for source in sources.sources_for(devices.CPU)] == ["reference"]
+        assert [source.name for source in sources.sources_for(devices.CPU, PROBLEM)] == ["reference"]
+        names = [source.name for source in sources.sources_for(devices.Device("cuda"), PROBLEM)]
+        assert names == ["graph", "legacy", "gpu-only"]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
@@ -628,3 +720,208 @@ def test_every_reference_candidate_computes_the_same(direction, dtype):
     tolerance = {"float64": 1e-12, "float32": 1e-4, "float16": 3e-2}[dtype]
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=tolerance, atol=tolerance)
+
+
+GRAPH = GraphProblem.parse(
+    "graph; x float32 2x3x4x5; b float32 1x3x1x1; s float32 1x3x1x1; t = add(%x, %b); y = mul(%t, %s); z = tanh(%y); "
+    "out z; out y"
+)
+
+
+class Verdicts:
+    """A verifier that says what the test wants of each candidate."""
+
+    def __init__(self, monkeypatch, **verdicts) -> None:
+        self.verdicts = verdicts
+        self.made = []
+        self.checked = []
+        monkeypatch.setattr(search, "Verifier", self)
+
+    def __call__(self, problem, inputs, device):
+        self.made.append((problem, [array.shape for array in inputs], device))
+        return self
+
+    def check(self, runner, *, deterministic):
+        self.checked.append((runner.algo, deterministic, runner.calls))
+        verdict = self.verdicts.get(runner.algo, Verification(0.25, 1.0, True, None))
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+
+class TestVerify:
+    def test_what_is_wrong_is_never_chosen(self, monkeypatch):
+        wrong = Verification(math.inf, 1e-6, None, "largest error inf at y[0, 1, 2, 3]")
+        verdicts = Verdicts(monkeypatch, fast=wrong)
+        fakes = [Fake("fast", deterministic=False), Fake("slow", delay=5), Fake("known", reason="no")]
+        only(monkeypatch, *fakes)
+        report = find(PROBLEM, verify=True)
+        assert verdicts.made == [(PROBLEM, [PROBLEM.shape_of("x"), PROBLEM.shape_of("w")], devices.CPU)]
+        assert verdicts.checked == [("fast", False, 1), ("slow", True, 1)]
+        assert report.best.algo == "slow"
+        assert fakes[0].calls == 1
+        assert report["fake:fast"].reason == "largest error inf at y[0, 1, 2, 3]"
+        assert report["fake:fast"].runner is None
+        assert report["fake:fast"].verification is wrong
+        assert report["fake:known"].verification is None
+        rows = {row["algo"]: row for row in json.loads(report.to_json())["rows"]}
+        assert (rows["slow"]["error"], rows["slow"]["bound"], rows["slow"]["repeats"]) == (0.25, 1.0, True)
+        assert (rows["fast"]["error"], rows["fast"]["bound"]) == (None, 1e-6)
+        assert (rows["known"]["error"], rows["known"]["bound"]) == (None, None)
+        assert "largest error inf" in str(report)
+
+    def test_by_default_graphs_only(self, monkeypatch):
+        verdicts = Verdicts(monkeypatch)
+        only(monkeypatch, Fake("a", inputs=2))
+        find(PROBLEM)
+        plan(PROBLEM.with_direction("backward_data"))
+        assert verdicts.made == []
+        only(monkeypatch, Fake("a", inputs=3))
+        find(GRAPH, verify=False)
+        assert verdicts.made == []
+        find(GRAPH)
+        assert [entry[0] for entry in verdicts.made] == [GRAPH]
+        default_store().clear_memory()
+        for path in default_store().folder.glob("graph-*.json"):
+            path.unlink()
+        plan(GRAPH)
+        assert [entry[0] for entry in verdicts.made] == [GRAPH, GRAPH]
+
+    def test_what_was_not_verified_is_no_answer_for_a_plan_that_is(self, monkeypatch):
+        Verdicts(monkeypatch, fast=Verification(3.0, 1.0, True, "y at (0, 0) is 3, not 0"))
+        only(monkeypatch, Fake("fast", inputs=3), Fake("right", delay=3, inputs=3))
+        assert find(GRAPH, verify=False).best.algo == "fast"
+        assert plan(GRAPH).choice.algo == "right"
+        find(GRAPH, verify=False)
+        default_store().clear_memory()
+        assert plan(GRAPH).choice.algo == "right"
+        # a convolution is not verified by a plan either
+        find(PROBLEM, verify=False)
+        assert len(list(default_store().folder.glob("forward-*.json"))) == 1
+
+    @pytest.mark.parametrize("error", [REFUSED, MemoryError("no room")])
+    def test_what_fails_meanwhile_is_a_reason(self, monkeypatch, error):
+        Verdicts(monkeypatch, first=error)
+        only(monkeypatch, Fake("first"), Fake("second", delay=3))
+        report = find(PROBLEM, verify=True)
+        assert report.best.algo == "second"
+        assert str(error) in report["fake:first"].reason
+
+    def test_nothing_right(self, monkeypatch):
+        Verdicts(monkeypatch, a=Verification(3.0, 1.0, True, "guard bytes were written behind y"))
+        only(monkeypatch, Fake("a", inputs=3))
+        for ask in (find, plan):
+            with pytest.raises(ValueError, match="fake:a: guard bytes were written behind y"):
+                ask(GRAPH)
+        assert list(default_store().folder.glob("*")) == []
+
+    def test_not_in_the_mode_heuristic(self, monkeypatch):
+        verdicts = Verdicts(monkeypatch)
+        only(monkeypatch, Fake("a"))
+        with pytest.raises(ValueError, match="verify is True"):
+            find(PROBLEM, policy=Policy(mode="heuristic"), verify=True)
+        find(PROBLEM, policy=Policy(mode="heuristic"))
+        assert verdicts.made == []
+
+    def test_a_wrong_answer_is_found_for_real(self, monkeypatch):
+        right = reference.Columns(PROBLEM, "im2col", reference.CHUNK)
+        source = only(monkeypatch, Fake("wrong", 2.0))
+        candidate = Fake("right").candidate("fake")
+        monkeypatch.setattr(
+            source,
+            "candidates",
+            lambda *_: [source.fakes[0].candidate("fake"), replace(candidate, build=lambda: right)],
+        )
+        report = find(PROBLEM, verify=True)
+        assert report.best.algo == "right"
+        assert report["fake:wrong"].reason is not None
+        found = report["fake:right"].verification
+        assert found.error <= found.bound
+
+
+class TestGraph:
+    def test_operands_in_order_and_several_outputs(self, monkeypatch):
+        Verdicts(monkeypatch)
+        fake = Fake("a", 3.0, inputs=3)
+        only(monkeypatch, fake)
+        report = find(GRAPH)
+        assert [array.shape for array in fake.operands] == [GRAPH.shape_of(name) for name in GRAPH.operands]
+        assert len(list(default_store().folder.glob("graph-*.json"))) == 1
+        default_store().clear_memory()
+        assert plan(GRAPH).choice == report.best
+        again = Choice.from_json(report.best.to_json())
+        assert again == report.best
+        assert again.problem == GRAPH
+
+    def test_a_source_that_does_not_know_it_is_not_asked(self, monkeypatch):
+        Verdicts(monkeypatch)
+        source = only(monkeypatch, Fake("a", inputs=3))
+        source.kinds = (ConvolutionProblem,)
+        with pytest.raises(ValueError, match="there is none"):
+            find(GRAPH)
+        with pytest.raises(ValueError, match="sources: 'fake' does not know a GraphProblem"):
+            find(GRAPH, sources=["fake"])
+        source.kinds = (GraphProblem,)
+        assert find(GRAPH).best.algo == "a"
+        assert [entry.name for entry in sources.sources_for(devices.CPU, PROBLEM)] == []
+
+    def test_a_users_source(self, monkeypatch):
+        Verdicts(monkeypatch)
+        only(monkeypatch, Fake("a", inputs=3))
+        seen = []
+
+        @flcuda.source("convolutions")
+        def convolutions(problem):
+            seen.append(problem)
+            return ()
+
+        @flcuda.source("graphs", problems=(GraphProblem,))
+        def graphs(problem):
+            yield Fake("mine", inputs=3).candidate("graphs")
+
+        assert len(find(GRAPH)) == 2
+        assert seen == []
+        with pytest.raises(TypeError, match="'graph' is no class of Problems"):
+            flcuda.source("more", problems=("graph",))
+
+    def test_only_tensor_cores(self, monkeypatch):
+        only(monkeypatch, Fake("62", math="tensor_op", reason="uses tensor cores, which math 'fma' forbids", inputs=3))
+        with pytest.raises(ValueError, match=r"need a Problem of math 'tensor_op' \(TF32 on float32 operands\)"):
+            find(GRAPH)
+
+    def test_building_and_the_first_run_are_told_apart(self, monkeypatch):
+        def slowly(call):
+            if call == 1:
+                time.sleep(0.02)
+
+        only(monkeypatch, Fake("a", prepared_ms=500.0, run_errors=slowly), Fake("b", reason="no"))
+        report = find(PROBLEM)
+        row = report["fake:a"]
+        assert 500.0 <= row.build_ms < 515.0
+        assert row.first_run_ms >= 20.0
+        assert report["fake:b"].build_ms is None
+        assert report["fake:b"].first_run_ms is None
+        value = json.loads(report.to_json())["rows"][0]
+        assert (value["build_ms"], value["first_run_ms"]) == (row.build_ms, row.first_run_ms)
+
+
+def test_an_index_is_an_operand():
+    """What a pooling took, written by one graph and read by another."""
+    forward = GraphProblem.parse(
+        "graph; x float32 2x3x6x6; y, i = resample_forward(max, %x, window=2, stride=2, index=True); out y; out i"
+    )
+    backward = GraphProblem.parse(
+        "graph; dy float32 2x3x3x3; i int8 2x3x3x3; "
+        "dx = resample_backward(max, %dy, (2, 3, 6, 6), window=2, stride=2, index=%i); out dx"
+    )
+    x = forward.random_arrays(device="cpu")["x"]
+    y, index = plan(forward, device="cpu")(x)
+    windows = x.reshape(2, 3, 3, 2, 3, 2)
+    assert index.dtype == np.int8
+    assert (y == windows.max(axis=(3, 5))).all()
+    dy = backward.random_arrays(device="cpu")["dy"]
+    dx = plan(backward, device="cpu")(dy, index)
+    assert (dx.reshape(windows.shape).sum(axis=(3, 5)) == dy).all()
+    assert (dx[dx != 0].size, (x * (dx != 0)).sum()) == (dy.size, pytest.approx(y.sum(), rel=1e-5))
+    with pytest.raises(TypeError, match="i has dtype int32, the plan needs int8"):
+        plan(backward, device="cpu")(dy, index.astype(np.int32))

@@ -1,4 +1,4 @@
-"""The NumPy convolutions: against an independent float64 loop, finite differences and PyTorch."""
+"""The NumPy convolutions: against an independent float64 loop, finite differences and PyTorch; and graphs."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flcuda import device as devices
+from flcuda import graph_reference
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
-from flcuda.finder.sources.reference import Columns, Fft, ReferenceSource
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, Problem
+from flcuda.finder.sources.reference import Columns, Fft, Operations, ReferenceSource
 
 # Largest error, as a share of the sum of the magnitudes that are added up.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
@@ -280,3 +281,48 @@ def test_a_smaller_chunk_takes_less_memory():
     problem = ConvolutionProblem.parse("forward n64 c64 28x28 k64 3x3 p1")
     small, large = (Columns(problem, "im2col", mib << 20).workspace for mib in (1, 8))
     assert 1 << 20 <= small < large < math.prod(problem.x_shape) * 9 * 4
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+GRAPH = (
+    "graph {}; x {} 2x4x6x5 nhwc; w {} 8x4x3x3; b {} 1x8x1x1; t = convolution_forward(%x, %w, padding=1); "
+    "u = add(%t, %b); y = silu(%u); s, q = generate_statistics(%y); i = pointwise(gen_index, %y, axis=3); "
+    "out u s:500x1x80x10; out y nhwc; out s; out q; out i int32"
+)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_a_graph(dtype):
+    compute = "float64" if dtype == "float64" else "float32"
+    problem = Problem.parse(GRAPH.format(compute, *[dtype] * 4))
+    source = ReferenceSource()
+    (candidate,) = source.candidates(problem, Policy(), devices.CPU)
+    assert candidate.id == "reference:numpy"
+    assert candidate.deterministic
+    assert candidate.workspace > 0
+    arrays = problem.random_arrays(seed=4, device="cpu")
+    inputs = [arrays[name] for name in problem.inputs]
+    exact = graph_reference.evaluate(problem.operations, dict(zip(problem.inputs, inputs, strict=True)))
+    for runner in (candidate.build(), source.restore(problem, candidate, devices.CPU).build()):
+        outputs = [problem.empty(name, devices.CPU) for name in problem.outputs]
+        runner(*inputs, *outputs)
+        for name, out in zip(problem.outputs, outputs, strict=True):
+            error = np.abs(out.astype(np.float64) - exact[name]).max()
+            own = dtype if problem.dtype_of(name) == dtype else compute
+            assert error <= TOLERANCE[own] * np.abs(exact[name]).max(), name
+        assert outputs[-1].max() == 4
+
+
+def test_a_graph_has_one_candidate_and_restores_no_other():
+    problem = Problem.parse(GRAPH.format("float32", *["float32"] * 4))
+    for algo, parameters in (("im2col", ()), ("numpy", (("chunk", 1),))):
+        stored = type("Stored", (), {"algo": algo, "parameters": parameters})
+        with pytest.raises(ValueError, match="choice"):
+            ReferenceSource().restore(problem, stored, devices.CPU)
+    assert Operations(problem) == Operations(Problem.parse(str(problem)))
+
+
+def test_what_is_no_problem_of_this_source_has_no_candidate():
+    assert list(ReferenceSource().candidates(Problem(), Policy(), devices.CPU)) == []
+    assert ReferenceSource().devices == ("cpu",)

@@ -1,6 +1,8 @@
 """The report: a table that fits a terminal, JSON, rows that can be run and pinned."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ from finder_fakes import PROBLEM, Fake, choice, key
 from flcuda.device import CPU, Device
 from flcuda.errors import FlcudaError
 from flcuda.finder.choice import Choice
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.report import FindReport, Row, labels, milliseconds
 from flcuda.finder.store import ChoiceStore
+from flcuda.finder.verify import Verification
 from flcuda.timing import Timing
 
 LONG = ConvolutionProblem.parse(
@@ -72,6 +75,36 @@ class TestTable:
         assert "legacy:GEMM: CUDNN_STATUS_NOT_SUPPORTED (3000): too long a reason" in flat
         order = [text.index(name) for name in ("IMPLICIT_PRECOMP", "WINOGRAD", "FFT_TILING", "GEMM: ", "DIRECT")]
         assert order == sorted(order)
+
+    def test_the_line_of_a_graph_is_wrapped_and_reads_back(self):
+        problem = Problem.parse(
+            "graph float32 tensor_op; x float16 128x64x56x56 nhwc; w float16 64x64x3x3 nhwc; b float16 1x64x1x1 nhwc; "
+            "t1 = convolution_forward(%x, %w, padding=1); t2 = add(%t1, -1e-5); t3 = mul(%t2, %b); y = silu(%t3); out y"
+        )
+        text = str(report(problem))
+        assert max(len(line) for line in text.split("\n")) <= 80
+        assert Problem.parse(text[: text.index("cpu: a processor")]) == problem
+
+    def test_a_name_longer_than_a_line_is_not_broken(self):
+        problem = Problem.parse(f"graph float32; {'x' * 90} float16 8x64; y = silu(%{'x' * 90}); out y")
+        text = str(report(problem))
+        assert Problem.parse(text[: text.index("cpu: a processor")]) == problem
+
+    def test_errors_where_results_were_verified(self):
+        rows = report().rows
+        rows[0] = replace(rows[0], verification=Verification(0.5e-3, 2e-3, True, None))
+        rows[1] = replace(rows[1], verification=Verification(0.0, 0.0, None, None))
+        rows[3] = replace(rows[3], verification=Verification(math.inf, 1.0, False, rows[3].reason))
+        verified = FindReport(key(), CPU, rows)
+        lines = str(verified).split("\n")
+        assert max(len(line) for line in lines) <= 80
+        assert lines[3].split()[-1] == "error"
+        assert [line.split()[-1] for line in lines if line[:2] in ("1 ", "2 ", "3 ")] == ["0.25", "0.0e+00", "-"]
+        assert "error" not in str(report())
+        values = json.loads(verified.to_json())["rows"]
+        assert (values[0]["error"], values[0]["bound"], values[0]["repeats"]) == (0.5e-3, 2e-3, True)
+        assert (values[2]["error"], values[2]["bound"], values[2]["repeats"]) == (None, None, None)
+        assert (values[3]["error"], values[3]["bound"], values[3]["repeats"]) == (None, 1.0, False)
 
     def test_one_sample_has_no_spread(self):
         line = next(line for line in str(report()).split("\n") if "WINOGRAD" in line)

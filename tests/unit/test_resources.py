@@ -64,6 +64,7 @@ def test_garbage_destroys_and_the_finalizer_holds_nothing() -> None:
 def test_closed_owner_cannot_be_passed() -> None:
     owner = resources.Owner(7, lambda pointer: None)
     owner.close()
+    assert owner.closed
     with pytest.raises(ValueError, match="this Owner is closed"):
         owner._as_parameter_  # noqa: B018
 
@@ -276,6 +277,29 @@ def test_one_handle_a_thread_and_device(cuda: FakeCuda) -> None:
     assert other is not first
     assert other.device == device.Device("cuda", 1)
     assert cuda.of("create") == [(0,), (1,)]
+
+
+def test_only_the_first_call_of_a_thread_asks_whether_there_is_cuda(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    resolve = device.resolve
+
+    def counted(word: Any) -> device.Device:
+        asked.append(word)
+        return resolve(word)
+
+    monkeypatch.setattr(device, "resolve", counted)
+    first = resources.handle()
+    count = len(asked)
+    assert count > 0
+    for _ in range(3):
+        assert resources.handle() is first
+    assert len(asked) == count
+    thread = threading.Thread(target=resources.handle)
+    thread.start()
+    thread.join()
+    assert len(asked) == 2 * count
 
 
 def test_stream_is_set_only_when_it_differs(cuda: FakeCuda) -> None:

@@ -3,13 +3,13 @@
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
 
 
 class Source(Protocol):
@@ -18,6 +18,7 @@ class Source(Protocol):
     Attributes:
         name: of the Source; part of the name of each of its candidates and of the key of a stored choice.
         devices: kinds of device that it computes on: "cpu", "cuda".
+        kinds: classes of Problems that it knows.
     """
 
     @property
@@ -28,7 +29,11 @@ class Source(Protocol):
     def devices(self) -> Sequence[str]:
         """Kinds of device."""
 
-    def candidates(self, problem: ConvolutionProblem, policy: Policy, device: Device) -> Iterable[Candidate]:
+    @property
+    def kinds(self) -> Sequence[type[Problem]]:
+        """Classes of Problems."""
+
+    def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterable[Candidate]:
         """Yields what can solve a Problem, the likely fastest first; also what cannot, with the reason.
 
         Args:
@@ -40,7 +45,7 @@ class Source(Protocol):
             CudnnNotSupportedError: there is nothing, and the text says why.
         """
 
-    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:
+    def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:
         """Makes the candidate of a stored choice again, without measuring.
 
         Raises:
@@ -48,7 +53,8 @@ class Source(Protocol):
         """
 
 
-CandidateFunction = Callable[[ConvolutionProblem], Iterable[Candidate]]
+# of one of the kinds that it is registered for
+CandidateFunction = Callable[[Any], Iterable[Candidate]]
 
 # name -> (module, class, device kind): imported when first asked, because a source may bring a library
 _BUILT_IN = {
@@ -56,9 +62,6 @@ _BUILT_IN = {
     "legacy": ("flcuda.finder.sources.legacy", "LegacySource", "cuda"),
     "reference": ("flcuda.finder.sources.reference", "ReferenceSource", "cpu"),
 }
-# Asked by name only. Some of its engines gave wrong numbers on a GPU (Note [padding] of the source): until all of them
-# have been compared there, none is chosen by default.
-_ON_REQUEST = frozenset({"graph"})
 _registered: dict[str, Source] = {}
 _lock = threading.Lock()
 
@@ -66,14 +69,17 @@ _lock = threading.Lock()
 class FunctionSource:
     """A Source made of a user's generator function."""
 
-    def __init__(self, name: str, function: CandidateFunction, devices: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, function: CandidateFunction, devices: Sequence[str], kinds: Sequence[type[Problem]]
+    ) -> None:
         self.name = name
         self.devices = tuple(devices)
+        self.kinds = tuple(kinds)
         self._function = function
 
     def candidates(
         self,
-        problem: ConvolutionProblem,
+        problem: Problem,
         policy: Policy,  # noqa: ARG002
         device: Device,  # noqa: ARG002
     ) -> Iterable[Candidate]:
@@ -83,7 +89,7 @@ class FunctionSource:
                 raise ValueError(f"source {self.name!r} yields a candidate of source {candidate.source!r}")
             yield candidate
 
-    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:
+    def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:
         """Asks the function again and returns the candidate that the choice names.
 
         Raises:
@@ -95,7 +101,12 @@ class FunctionSource:
         raise LookupError(f"source {self.name!r} no longer yields {choice.id} for {problem}")
 
 
-def source(name: str, *, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[CandidateFunction], CandidateFunction]:
+def source(
+    name: str,
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    problems: Sequence[type[Problem]] = (ConvolutionProblem,),
+) -> Callable[[CandidateFunction], CandidateFunction]:
     """Registers a function as a Source, whose candidates are ranked beside all others.
 
     A choice stored before is not used afterwards: the names of the sources are part of its key.
@@ -103,38 +114,57 @@ def source(name: str, *, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[
     Args:
         name: of the Source; registering the same name again replaces it.
         devices: kinds of device that its candidates compute on.
+        problems: the classes of Problems that the function takes: ConvolutionProblem, GraphProblem, or `Problem` for
+            every kind.
 
     Returns:
-        A decorator for a function that takes a ConvolutionProblem and yields Candidates; it returns the function
+        A decorator for a function that takes a Problem of these classes and yields Candidates; it returns the function
         unchanged.
 
     Raises:
-        ValueError: the name is that of a built-in source or not a word, or a device kind is unknown.
+        ValueError: the name is that of a built-in source or not a word, a device kind is unknown, or `devices` or
+            `problems` is empty.
+        TypeError: `problems` is not a sequence, or something in it is no class of Problems.
     """
     if name in _BUILT_IN:
         raise ValueError(f"source name {name!r} is that of a built-in source")
     if not name.replace("-", "_").isidentifier():
         raise ValueError(f"source name {name!r} must be a word of letters, digits, - and _")
+    if isinstance(problems, type):
+        raise TypeError(f"problems {problems!r} must be a tuple of classes, ({problems.__name__},)")
+    for argument, given in (("devices", devices), ("problems", problems)):
+        if not given:
+            raise ValueError(f"{argument} is empty: name at least one, or the source is never asked")
     for kind in devices:
         if kind not in ("cpu", "cuda"):
             raise ValueError(f"devices {devices!r}: {kind!r} must be 'cpu' or 'cuda'")
+    for known in problems:
+        if not isinstance(known, type) or not issubclass(known, Problem):
+            raise TypeError(f"problems {problems!r}: {known!r} is no class of Problems")
 
     def register(function: CandidateFunction) -> CandidateFunction:
         with _lock:
-            _registered[name] = FunctionSource(name, function, devices)
+            _registered[name] = FunctionSource(name, function, devices, problems)
         return function
 
     return register
 
 
-def sources_for(device: Device) -> tuple[Source, ...]:
-    """Returns the Sources that are asked on a device by default: the built-in ones, then the registered ones."""
+def sources_for(device: Device, problem: Problem) -> tuple[Source, ...]:
+    """Returns the Sources that are asked by default: the built-in ones, then the registered ones.
+
+    Args:
+        device: where is to be computed.
+        problem: what; Sources that do not know its kind are left out.
+    """
     with _lock:
         known = list(_registered.values())
-    built_in = [
-        _built_in(name) for name, (_, _, kind) in _BUILT_IN.items() if kind == device.kind and name not in _ON_REQUEST
-    ]
-    return (*built_in, *(entry for entry in known if device.kind in entry.devices))
+    built_in = [_built_in(name) for name, (_, _, kind) in _BUILT_IN.items() if kind == device.kind]
+    return tuple(
+        entry
+        for entry in (*built_in, *known)
+        if device.kind in entry.devices and isinstance(problem, tuple(entry.kinds))
+    )
 
 
 def source_named(name: str) -> Source:

@@ -1,27 +1,41 @@
-"""Source ``graph``: the engines of cuDNN's graph API, for one convolution.
+"""Source ``graph``: the engines of cuDNN's graph API, for one convolution or a GraphProblem.
 
-On tensor cores they are the fastest that cuDNN has. They take what the legacy functions do not: any strides of any
-operand, 16-bit operands with a float32 result, more than 2^31 elements. 1-D convolutions run as 2-D ones of height 1.
+On tensor cores they are the fastest that cuDNN has. They take what the legacy functions do not: any strides of the
+tensors, 16-bit operands with a float32 result, more than 2^31 elements. 1-D convolutions run as 2-D ones of height 1.
 
 Note [padding]: padding that differs before and after is an attribute of the convolution, and cuDNN builds plans for it.
 On an H200 with cuDNN 9.19, engines 1, 20 and 50 computed something else than that without a word (3x3, padding 1
-before and 2 after: errors as large as the result). Such Problems are refused; the legacy source pads a copy.
+before and 2 after: errors as large as the result). So cuDNN only gets the padding that both sides have in common. The
+rest is a border of zeros around a packed copy of x, or of dx, which is then cropped, as in the legacy source. The
+copies are at the beginning of the workspace, and making them is part of each run.
+
+Note [copies]: two more kinds of operands are copied, although a descriptor can say what they are. A filter that is
+neither nchw nor nhwc: with gaps cuDNN refuses it, and with its dimensions in another order (K innermost, then C, H, W)
+the same GPU and version gave errors as large as the result. And what is aligned to less than 16 bytes: there are
+engines that take such an alignment in the descriptor and then load 16 bytes at once (bfloat16 and float32 filter
+gradients with 4 and 8 bytes), which ends the CUDA context. A GraphProblem's operands are not copied: it is refused.
 
 Note [order]: cuDNN's heuristics rank configurations, an engine with values for its knobs, and the ranking is good: the
 first loses some per cent against the best. So only the first `LIMIT` that may be used are built and measured. Mode A is
-asked; where nothing of it may be used, the fallback list and mode B are.
+asked; where nothing of it may be used, the fallback list and mode B are. Some plans are kernels that must be compiled,
+so those that are to be measured are built in threads. Where nothing is measured, the first is built and the others when
+they are needed.
 
 Note [math]: cuDNN knows no math type in its graph API. An engine that uses tensor cores says so in its numerical notes,
-and on float32 operands that is TF32. With math "fma" those are refused. FP64 tensor cores compute in float64, so that a
-float64 Problem takes every engine.
+and on float32 operands that is TF32. With math "fma" those are refused. Engines of graphs that have neither a
+convolution nor a matrix product carry the note too; there it means nothing. FP64 tensor cores compute in float64, so
+that a float64 Problem takes every engine.
 
 Note [precision]: never offered are engines that convert their inputs to a smaller type or sum in one, and Winograd with
 13x13 tiles, which is how 5x5 filters are done: it loses more digits than TF32 (Note [5x5 Winograd] of the legacy
 source).
 """
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,15 +43,18 @@ from flcuda import device as devices
 from flcuda.cudnn import library as libraries
 from flcuda.cudnn import resources
 from flcuda.cudnn.device_properties import DeviceProperties
-from flcuda.cudnn.graph import EngineConfig, ExecutionPlan, Graph, OperationGraph, Tensor
+from flcuda.cudnn.graph import EngineConfig, ExecutionPlan, Graph, OperationGraph, Tensor, build_plans
 from flcuda.cudnn.resources import Handle
 from flcuda.device import Device
-from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError, cudnn_error
+from flcuda.errors import NOT_SUPPORTED, CudnnError, cudnn_error
 from flcuda.finder import errata
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice
+from flcuda.finder.graph_problem import GraphProblem
+from flcuda.finder.plan import is_out_of_memory
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
+from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 
 LIMIT = 10
 """So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
@@ -52,18 +69,23 @@ _REFUSED_NOTES = {
 }
 _TENSOR_CORE = "tensor_core"
 _BAD_PARAMETER = 2000
+_INTERNAL = 4000
+_BLOCK = 512
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
 def operation_graph(
-    problem: ConvolutionProblem, handle: Handle | None = None, properties: DeviceProperties | None = None
+    problem: Problem, handle: Handle | None = None, properties: DeviceProperties | None = None
 ) -> OperationGraph:
-    """Makes the graph of a Problem: one convolution, its tensors numbered 1, 2 and 3 in the order of the operands.
+    """Makes the graph of a Problem.
+
+    Of a convolution the tensors are numbered 1, 2 and 3 in the order of the operands; of a GraphProblem, as
+    `GraphProblem.graph` numbers them.
 
     Args:
-        problem: any ConvolutionProblem.
+        problem: a ConvolutionProblem or a GraphProblem.
         handle: of the GPU here; borrowed.
         properties: of another GPU; borrowed. One of the two.
 
@@ -74,38 +96,8 @@ def operation_graph(
         CudnnNotSupportedError: cuDNN has no such graph; the text says what it does not take.
         CudnnError: cuDNN cannot be used.
     """
-    rank = len(problem.stride)
-    if rank > LARGEST_RANK:
-        raise _not_supported(f"cuDNN's convolutions have at most {LARGEST_RANK} spatial dimensions", problem)
-    if problem.padding_before != problem.padding_after:
-        raise _not_supported("some of cuDNN's engines get padding wrong that differs before and after", problem)
-    for name in problem.operands:
-        size = devices.DTYPES[problem.dtype_of(name)].itemsize
-        if problem.alignment_of(name) < size:
-            raise _not_supported(
-                f"{name} is aligned to {problem.alignment_of(name)} bytes, and one element has {size}", problem
-            )
-    graph = Graph(problem.compute)
-    first, second, out = problem.operands
-    a, b = _tensor(graph, problem, first), _tensor(graph, problem, second)
-    flat = rank == 1
-    geometry: dict[str, Any] = {
-        "padding": _raised(tuple(zip(problem.padding_before, problem.padding_after, strict=True)), (0, 0), flat),
-        "stride": _raised(problem.stride, 1, flat),
-        "dilation": _raised(problem.dilation, 1, flat),
-        "beta": 1.0 if problem.accumulate else 0.0,
-        "name": problem.direction,
-    }
-    shape, strides = _described(problem, out)
-    if problem.direction == "forward":
-        result = graph.convolution_forward(a, b, **geometry)
-    elif problem.direction == "backward_data":
-        result = graph.convolution_backward_data(a, b, shape, **geometry)
-    else:
-        result = graph.convolution_backward_filter(a, b, shape, **geometry)
-    graph.output(result, dtype=problem.dtype_of(out), strides=strides, alignment=problem.alignment_of(out), name=out)
     try:
-        return graph.build(handle, properties)
+        return _graph(problem).build(handle, properties)
     except CudnnError as error:
         if error.status // 1000 * 1000 != _BAD_PARAMETER:
             raise
@@ -113,17 +105,79 @@ def operation_graph(
         raise _not_supported(str(error), problem) from error
 
 
-def _tensor(graph: Graph, problem: ConvolutionProblem, name: str) -> Tensor:
-    shape, strides = _described(problem, name)
-    return graph.tensor(shape, problem.dtype_of(name), strides=strides, alignment=problem.alignment_of(name), name=name)
+def _graph(problem: Problem) -> Graph:
+    if isinstance(problem, GraphProblem):
+        for name in problem.operands:
+            if problem.alignment_of(name) < ALIGNMENT and math.prod(problem.shape_of(name)) > 1:
+                raise _not_supported(
+                    f"{name} is aligned to {problem.alignment_of(name)} bytes, and engines load {ALIGNMENT} at once: "
+                    f"give a copy of it, which is aligned",
+                    problem,
+                )
+        return problem.graph()[0]
+    if not isinstance(problem, ConvolutionProblem):
+        raise TypeError(f"problem: {problem!r} is neither a ConvolutionProblem nor a GraphProblem")
+    rank = len(problem.stride)
+    if rank > LARGEST_RANK:
+        raise _not_supported(f"cuDNN's convolutions have at most {LARGEST_RANK} spatial dimensions", problem)
+    copies = {copy.name: copy for copy in _copies(problem)}
+    graph = Graph(problem.compute)
+    first, second, out = problem.operands
+    a, b = _tensor(graph, problem, first, copies), _tensor(graph, problem, second, copies)
+    flat = rank == 1
+    geometry: dict[str, Any] = {
+        "padding": _raised(split_padding(problem)[0], 0, flat),
+        "stride": _raised(problem.stride, 1, flat),
+        "dilation": _raised(problem.dilation, 1, flat),
+        "beta": 1.0 if problem.accumulate else 0.0,
+        "name": problem.direction,
+    }
+    shape, strides, alignment = _described(problem, out, copies)
+    if problem.direction == "forward":
+        result = graph.convolution_forward(a, b, **geometry)
+    elif problem.direction == "backward_data":
+        result = graph.convolution_backward_data(a, b, shape, **geometry)
+    else:
+        result = graph.convolution_backward_filter(a, b, shape, **geometry)
+    graph.output(result, dtype=problem.dtype_of(out), strides=strides, alignment=alignment, name=out)
+    return graph
 
 
-def _described(problem: ConvolutionProblem, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Gives shape and strides of an operand as cuDNN gets them."""
-    shape, strides = problem.shape_of(name), problem.strides_of(name)
+def _copies(problem: Problem) -> tuple[Operand, ...]:
+    """Gives the operands of which cuDNN gets a packed copy. See Note [padding] and Note [copies]."""
+    if not isinstance(problem, ConvolutionProblem):
+        return ()
+    _, borders = split_padding(problem)
+    made = []
+    for name in problem.operands:
+        layouts = (problem.layout_of(operand) for operand in (name, *problem.operands))
+        layout = next((layout for layout in layouts if layout != "strided"), "nchw")
+        if name[-1] == "x":
+            operand = Operand.create(problem, name, borders=borders, layout=layout, alignment=ALIGNMENT)
+        else:
+            packed = name[-1] == "w" and problem.layout_of(name) == "strided"
+            operand = Operand.create(problem, name, layout=layout, packed=packed, alignment=ALIGNMENT)
+        if operand.staged:
+            made.append(operand)
+    return tuple(made)
+
+
+def _tensor(graph: Graph, problem: ConvolutionProblem, name: str, copies: Mapping[str, Operand]) -> Tensor:
+    shape, strides, alignment = _described(problem, name, copies)
+    return graph.tensor(shape, problem.dtype_of(name), strides=strides, alignment=alignment, name=name)
+
+
+def _described(
+    problem: ConvolutionProblem, name: str, copies: Mapping[str, Operand]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Gives shape, strides and alignment of an operand, or of its copy, as cuDNN gets them."""
+    if name in copies:
+        shape, strides, alignment = copies[name].shape, copies[name].strides, ALIGNMENT
+    else:
+        shape, strides, alignment = problem.shape_of(name), problem.strides_of(name), problem.alignment_of(name)
     if len(shape) > 3:
-        return shape, strides
-    return (*shape[:2], 1, shape[2]), (*strides[:2], shape[2] * strides[2], strides[2])
+        return shape, strides, alignment
+    return (*shape[:2], 1, shape[2]), (*strides[:2], shape[2] * strides[2], strides[2]), alignment
 
 
 def _raised(values: tuple[Any, ...], height: Any, flat: bool) -> tuple[Any, ...]:
@@ -131,7 +185,7 @@ def _raised(values: tuple[Any, ...], height: Any, flat: bool) -> tuple[Any, ...]
     return (height, *values) if flat else values
 
 
-def _not_supported(reason: str, problem: ConvolutionProblem) -> CudnnError:
+def _not_supported(reason: str, problem: Problem) -> CudnnError:
     return cudnn_error("flcuda.finder.graph", NOT_SUPPORTED, f"{reason} ({problem})", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
@@ -144,33 +198,114 @@ class GraphRunner:
     Args:
         plan: of the graph that `operation_graph` makes.
         handle: the handle that the plan was built with; None for a plan of a GPU that is not here.
+        order: for each of the plan's pointers the place of its operand; by default operands come as the pointers do.
+
+    Attributes:
+        plan: as given.
+        handle: as given; kept, so that the plan is not destroyed after it.
+        launch: runs it by the operands' addresses; None where it needs the arrays. See `Runner`.
     """
 
-    def __init__(self, plan: ExecutionPlan, handle: Handle | None) -> None:
+    def __init__(self, plan: ExecutionPlan, handle: Handle | None, order: tuple[int, ...] | None = None) -> None:
         self.plan = plan
-        # Kept, so that the plan is not destroyed after it.
         self.handle = handle
         self._execute = plan.run
+        self._order = order
+        self.launch = None if handle is None else self._launcher(plan, handle, order)
+
+    @staticmethod
+    def _launcher(
+        plan: ExecutionPlan, handle: Handle, order: tuple[int, ...] | None
+    ) -> Callable[[tuple[int, ...]], None] | None:
+        launch = plan.launcher(handle)
+        if launch is None or order is None:
+            return launch
+        return lambda addresses: launch(tuple([addresses[place] for place in order]))
 
     @property
     def workspace(self) -> int:
         """Bytes of scratch memory."""
         return self.plan.workspace
 
-    def __call__(self, a: Any, b: Any, out: Any) -> None:
-        """Computes ``out`` from two operands in the Problem's order, on CuPy's current stream.
+    def __call__(self, *operands: Any) -> None:
+        """Computes the outputs from the inputs, on CuPy's current stream.
 
         Args:
-            a: the first input.
-            b: the second input.
-            out: written, or added to.
+            operands: the inputs and the outputs in the Problem's order; outputs are written, or added to.
 
         Raises:
             CudnnError: cuDNN refuses to run.
             MemoryError: there is no memory for the workspace.
         """
-        scratch = devices.workspace(self.plan.workspace)
-        self._execute(resources.handle(), (a.data.ptr, b.data.ptr, out.data.ptr), scratch.data.ptr)
+        if self.launch is not None:
+            self.launch(tuple([array.data.ptr for array in operands]))
+            return
+        if self._order is not None:
+            operands = tuple([operands[place] for place in self._order])
+        self.plan(*operands)
+
+    def _launch(self, operands: Sequence[Any], scratch: Any) -> None:
+        """Runs the plan with a part of a workspace that is there already."""
+        self._execute(resources.handle(), tuple([array.data.ptr for array in operands]), scratch.data.ptr)
+
+
+class StagedRunner(GraphRunner):
+    """A runner that gives the plan copies of some operands. See Note [copies].
+
+    Args:
+        plan: as for `GraphRunner`.
+        handle: likewise.
+        problem: the Problem.
+        copies: what is copied.
+    """
+
+    def __init__(
+        self, plan: ExecutionPlan, handle: Handle | None, problem: ConvolutionProblem, copies: Sequence[Operand]
+    ) -> None:
+        super().__init__(plan, handle)
+        self.launch = None
+        self._out = len(problem.operands) - 1
+        self._accumulate = problem.accumulate
+        self._room = 0
+        self._copies = []
+        for copy in copies:
+            self._copies.append((problem.operands.index(copy.name), copy, self._room))
+            self._room += _room((copy,))
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of scratch memory, the copies among them."""
+        return self._room + self.plan.workspace
+
+    def __call__(self, *operands: Any) -> None:
+        """Computes the output from the inputs, as `GraphRunner` does."""
+        memory = devices.workspace(self.workspace)
+        given = list(operands)
+        for place, copy, start in self._copies:
+            blank = place == self._out and not self._accumulate
+            room = memory[start:]
+            given[place] = copy.empty(room) if blank else copy.copy_in(operands[place], room)
+        self._launch(given, memory[self._room :])
+        for place, copy, _ in self._copies:
+            if place == self._out:
+                copy.copy_out(given[place], operands[place])
+
+
+def _room(copies: Iterable[Operand]) -> int:
+    """Gives the bytes of workspace that copies take: whole blocks of CuPy's pool, so that all stay aligned."""
+    return sum(-(-copy.nbytes // _BLOCK) * _BLOCK for copy in copies)
+
+
+def _runner(problem: Problem, plan: ExecutionPlan, handle: Handle | None) -> GraphRunner:
+    if isinstance(problem, GraphProblem):
+        _, tensors = problem.graph()
+        places = {tensors[name].uid: place for place, name in enumerate(problem.operands)}
+        order = tuple(places[uid] for uid in plan.uids)
+        return GraphRunner(plan, handle, None if order == tuple(range(len(order))) else order)
+    if not isinstance(problem, ConvolutionProblem):
+        raise TypeError(f"problem: {problem!r} is neither a ConvolutionProblem nor a GraphProblem")
+    copies = _copies(problem)
+    return StagedRunner(plan, handle, problem, copies) if copies else GraphRunner(plan, handle)
 
 
 # --- what cuDNN offers ------------------------------------------------------------------------------------------------
@@ -183,7 +318,7 @@ class Offer:
     Attributes:
         configuration: engine and knobs.
         candidate: what the finder makes of it; its reason says why it cannot be used.
-        plan: its plan; None when it cannot be built, or must not be used whatever its workspace.
+        plan: its plan; None when it cannot be built, was not to be built, or must not be used whatever its workspace.
     """
 
     configuration: EngineConfig
@@ -192,21 +327,23 @@ class Offer:
 
 
 def offers(
-    problem: ConvolutionProblem,
+    problem: Problem,
     policy: Policy,
     *,
     handle: Handle | None = None,
     properties: DeviceProperties | None = None,
     limit: int | None = None,
+    plans: int | None = None,
 ) -> list[Offer]:
     """Asks cuDNN's heuristics and builds plans in their order. See Note [order].
 
     Args:
-        problem: any ConvolutionProblem.
+        problem: a ConvolutionProblem or a GraphProblem.
         policy: determinism and workspace limit.
         handle: of the GPU here, which is current; borrowed.
         properties: of another GPU; borrowed. One of the two.
         limit: stop after so many that can be used; None for all.
+        plans: build so many that can be used; None for all. The others count as usable by what cuDNN says of them.
 
     Returns:
         The configurations, none twice, each with its plan or the reason why there is none.
@@ -216,33 +353,124 @@ def offers(
         CudnnError: cuDNN cannot be used.
     """
     graph = operation_graph(problem, handle, properties)
-    gpu = _gpu(handle, properties)
-    largest = policy.workspace_limit if policy.workspace_limit is not None else _workspace_limit(handle, properties)
+    rules = _Rules(problem, policy, handle, properties, early=limit is not None)
+    most = sys.maxsize if limit is None else limit
+    to_build = sys.maxsize if plans is None else plans
     found: dict[object, Offer] = {}
     usable = 0
     for modes in (("A",), ("fallback", "B")):
         for mode in modes:
-            for configuration in _delivered(graph, mode):
-                if usable == limit:
-                    return list(found.values())
-                if configuration.key in found:
-                    continue
-                offer = _offer(problem, configuration, policy, gpu, largest)
-                found[configuration.key] = offer
-                usable += offer.candidate.reason is None
+            fresh = {each.key: each for each in _delivered(graph, mode) if each.key not in found}
+            judged = collections.deque((each, rules.candidate(each)) for each in fresh.values())
+            while judged and usable < most:
+                batch = _first(judged, min(most - usable, to_build or most))
+                for offer in rules.offers(batch, build=to_build > 0):
+                    found[offer.configuration.key] = offer
+                    if offer.candidate.reason is None:
+                        usable += 1
+                        to_build -= offer.plan is not None
         if usable:
             break
     if not found:
         # Asks every mode once more and raises with what each engine says.
-        graph.configurations()
+        try:
+            graph.configurations()
+        except CudnnError as error:
+            if not _of_one_mode(error):
+                raise
+            raise _not_supported(str(error), problem) from error
     return list(found.values())
+
+
+_Judged = tuple[EngineConfig, Candidate]
+
+
+def _first(judged: collections.deque[_Judged], count: int) -> list[_Judged]:
+    """Takes configurations away from the left until so many of them have no reason against them."""
+    taken = []
+    while judged and count > 0:
+        taken.append(judged.popleft())
+        count -= taken[-1][1].reason is None
+    return taken
+
+
+class _Rules:
+    """What may be used for a Problem under a Policy.
+
+    Args:
+        problem: a ConvolutionProblem or a GraphProblem.
+        policy: determinism and workspace limit.
+        handle: of the GPU here.
+        properties: of another GPU.
+        early: refuse before a plan is built what cuDNN says to need too large a workspace.
+
+    Attributes:
+        largest: bytes of the workspace limit.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        policy: Policy,
+        handle: Handle | None,
+        properties: DeviceProperties | None,
+        *,
+        early: bool = True,
+    ) -> None:
+        self.largest = _largest(policy, handle, properties)
+        self._problem = problem
+        self._policy = policy
+        self._handle = handle
+        self._properties = properties
+        self._early = early
+        self._gpu = _gpu(handle, properties)
+        self._copied = _room(_copies(problem))
+
+    def candidate(self, configuration: EngineConfig) -> Candidate:
+        """Makes the candidate of a configuration whose plan is not built; with the reason when it must not be used."""
+        candidate = _candidate(self._problem, configuration, self._gpu)
+        if candidate.reason is None and self._policy.deterministic and not candidate.deterministic:
+            candidate = replace(candidate, reason="not deterministic")
+        if candidate.reason is not None:
+            return candidate
+        return self._sized(candidate, self._copied + (configuration.workspace or 0), refuse=self._early)
+
+    def offers(self, batch: list[_Judged], *, build: bool) -> list[Offer]:
+        """Makes offers of configurations, their plans built in threads or not at all."""
+        if not build:
+            return [Offer(configuration, candidate, None) for configuration, candidate in batch]
+        hopeful = [configuration for configuration, candidate in batch if candidate.reason is None]
+        built = iter(build_plans(hopeful, self._handle, self._properties))
+        return [
+            Offer(configuration, candidate, None)
+            if candidate.reason is not None
+            else self._offer(configuration, candidate, next(built))
+            for configuration, candidate in batch
+        ]
+
+    def _offer(self, configuration: EngineConfig, candidate: Candidate, plan: ExecutionPlan | CudnnError) -> Offer:
+        if isinstance(plan, CudnnError):
+            return Offer(configuration, replace(candidate, reason=str(plan)), None)
+        return Offer(configuration, self._sized(candidate, self._copied + plan.workspace), plan)
+
+    def _sized(self, candidate: Candidate, workspace: int, *, refuse: bool = True) -> Candidate:
+        above = refuse and workspace > self.largest
+        reason = f"workspace of {workspace} bytes is above the limit of {self.largest}" if above else None
+        return replace(candidate, workspace=workspace, reason=reason)
 
 
 def _delivered(graph: OperationGraph, mode: str) -> list[EngineConfig]:
     try:
         return graph.heuristics(mode)
-    except CudnnNotSupportedError:
+    except CudnnError as error:
+        if not _of_one_mode(error):
+            raise
         return []
+
+
+def _of_one_mode(error: CudnnError) -> bool:
+    """Whether another heuristic mode may do: this one refuses, or fails within itself."""
+    return error.status // 1000 * 1000 in (NOT_SUPPORTED, _INTERNAL) and not is_out_of_memory(error)
 
 
 def _gpu(handle: Handle | None, properties: DeviceProperties | None) -> errata.Gpu:
@@ -253,7 +481,9 @@ def _gpu(handle: Handle | None, properties: DeviceProperties | None) -> errata.G
     return errata.Gpu.here(handle.device)
 
 
-def _workspace_limit(handle: Handle | None, properties: DeviceProperties | None) -> int:
+def _largest(policy: Policy, handle: Handle | None, properties: DeviceProperties | None) -> int:
+    if policy.workspace_limit is not None:
+        return policy.workspace_limit
     if handle is not None:
         return devices.workspace_limit(handle.device)
     if properties is None:
@@ -261,33 +491,14 @@ def _workspace_limit(handle: Handle | None, properties: DeviceProperties | None)
     return min(2 * devices.GIB, int(properties.profile["totalGlobalMem"]) // 8)
 
 
-def _offer(
-    problem: ConvolutionProblem, configuration: EngineConfig, policy: Policy, gpu: errata.Gpu, largest: int
-) -> Offer:
-    """Builds the plan of a configuration, unless it must not be used."""
-    candidate = _candidate(problem, configuration, gpu)
-    if candidate.reason is None and policy.deterministic and not candidate.deterministic:
-        candidate = replace(candidate, reason="not deterministic")
-    if candidate.reason is not None:
-        return Offer(configuration, candidate, None)
-    try:
-        plan = configuration.plan()
-    except CudnnError as error:
-        return Offer(configuration, replace(candidate, reason=str(error)), None)
-    reason = None
-    if plan.workspace > largest:
-        reason = f"workspace of {plan.workspace} bytes is above the limit of {largest}"
-    return Offer(configuration, replace(candidate, workspace=plan.workspace, reason=reason), plan)
-
-
-def _candidate(problem: ConvolutionProblem, configuration: EngineConfig, gpu: errata.Gpu) -> Candidate:
+def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -> Candidate:
     """Makes the candidate of a configuration whose plan is not built yet; with the reason when it must not be used."""
     notes = configuration.numerical_notes
-    tensor_cores = _TENSOR_CORE in notes and problem.compute != "float64"
+    tensor_cores = _TENSOR_CORE in notes and problem.contracts and problem.compute != "float64"
     reason = next((why for note, why in _REFUSED_NOTES.items() if note in notes), None)
     if reason is None and tensor_cores and problem.math == "fma":
         reason = "uses tensor cores, which math 'fma' forbids"
-        if problem.precision == "float32":
+        if any(convolution.precision == "float32" for convolution in problem.convolutions or (problem,)):
             reason += ": on float32 operands that is TF32"
     candidate = Candidate(
         source=GraphSource.name,
@@ -315,39 +526,55 @@ class GraphSource:
 
     name = "graph"
     devices = ("cuda",)
+    kinds = (ConvolutionProblem, GraphProblem)
 
     def __init__(self, properties: DeviceProperties | None = None) -> None:
         self._properties = properties
 
-    def candidates(self, problem: ConvolutionProblem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
+    def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
         """Yields configurations of cuDNN's engines in cuDNN's own order; what must not be used with the reason.
 
-        Nothing is run, whatever the policy's mode. An engine that must not be used is one row, whatever its knobs.
+        Nothing is run. In the mode "heuristic" only the first plan is built. An engine that must not be used is one
+        row, whatever its knobs.
 
         Args:
-            problem: any ConvolutionProblem.
+            problem: a ConvolutionProblem or a GraphProblem.
             policy: mode, determinism and workspace limit.
             device: a CUDA device, which is current.
 
         Yields:
-            The candidates, their plans built.
+            The candidates.
 
         Raises:
             CudnnNotSupportedError: no engine takes the Problem; the text says what each one says, and the likely rule.
+            MemoryError: cuDNN has no memory, of the host or the device, to answer.
         """
         handle = self._handle()
+        largest = _largest(policy, handle, self._properties)
+        plans = 1 if policy.mode == "heuristic" else None
         refused = set()
-        for offer in offers(problem, policy, handle=handle, properties=self._properties, limit=LIMIT):
+        try:
+            found = offers(problem, policy, handle=handle, properties=self._properties, limit=LIMIT, plans=plans)
+        except CudnnError as error:
+            if is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
+            raise
+        for offer in found:
             candidate = offer.candidate
-            if offer.plan is not None:
-                yield replace(candidate, build=self._builder(problem, candidate, GraphRunner(offer.plan, handle)))
-                continue
             row = (candidate.algo, candidate.reason)
-            if row not in refused:
-                refused.add(row)
-                yield replace(candidate, build=self._builder(problem, candidate, None))
+            if candidate.reason is not None and row in refused:
+                continue
+            refused.add(row)
+            prepared = None if offer.plan is None else _runner(problem, offer.plan, handle)
+            # what is refused is not chosen, but a row of a report runs it all the same
+            most = largest if candidate.reason is None else sys.maxsize
+            yield replace(
+                candidate,
+                build=self._builder(problem, candidate, prepared, most),
+                prepared_ms=0.0 if offer.plan is None else offer.plan.build_ms,
+            )
 
-    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
+    def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
         """Makes the candidate of a stored choice again: its engine with its knobs, without asking heuristics.
 
         Args:
@@ -373,7 +600,7 @@ class GraphSource:
             candidate,
             workspace=choice.workspace,
             parameters=choice.parameters,
-            build=self._builder(problem, candidate, None),
+            build=self._builder(problem, candidate, None, _largest(choice.policy, handle, self._properties)),
         )
 
     def _handle(self) -> Handle | None:
@@ -381,7 +608,7 @@ class GraphSource:
 
     def _configured(
         self,
-        problem: ConvolutionProblem,
+        problem: Problem,
         algo: str,
         parameters: tuple[tuple[str, int | str], ...],
         handle: Handle | None,
@@ -393,10 +620,14 @@ class GraphSource:
         return operation_graph(problem, handle, self._properties).engine(int(algo)).configure(knobs)
 
     def _builder(
-        self, problem: ConvolutionProblem, candidate: Candidate, prepared: GraphRunner | None
+        self, problem: Problem, candidate: Candidate, prepared: GraphRunner | None, largest: int
     ) -> Callable[[], GraphRunner]:
-        """Gives what builds a runner: the first time the prepared one, if it is of the calling thread and device."""
+        """Gives what builds a runner: the first time the prepared one, if it is of the calling thread and device.
+
+        Of the candidate it keeps no configuration: that would hold cuDNN's memory as long as the candidate lives.
+        """
         waiting = [] if prepared is None else [prepared]
+        algo, parameters = candidate.algo, candidate.parameters
 
         def build() -> GraphRunner:
             handle = self._handle()
@@ -404,7 +635,10 @@ class GraphSource:
                 runner = waiting.pop()
                 if runner.handle is handle:
                     return runner
-            configuration = self._configured(problem, candidate.algo, candidate.parameters, handle)
-            return GraphRunner(configuration.plan(), handle)
+            configuration = self._configured(problem, algo, parameters, handle)
+            runner = _runner(problem, configuration.plan(), handle)
+            if runner.workspace > largest:
+                raise _not_supported(f"workspace of {runner.workspace} bytes is above the limit of {largest}", problem)
+            return runner
 
         return build

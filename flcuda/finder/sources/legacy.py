@@ -6,7 +6,7 @@ Note [staging]: what these functions cannot take as it is goes through a packed 
 and so part of the time that the finder measures: padding that differs before and after (the copy of x is padded, that
 of dx cropped), filters that are packed in no layout or in another than the tensors, and operands whose address is
 aligned to fewer than 16 bytes. When all is refused like that, there is a second attempt on packed NCHW copies of all
-operands. 1-D convolutions run as 2-D ones of height 1.
+operands. 1-D convolutions run as 2-D ones of height 1. A candidate's workspace counts the copies.
 
 Note [math]: Find reports a math type for each entry, and that one is set before the entry runs (cupy PR#1428). With
 math "fma" every entry runs under CUDNN_FMA_MATH, the only type that forbids TF32, and entries that want tensor
@@ -31,17 +31,16 @@ from flcuda import cudnn
 from flcuda import device as devices
 from flcuda.device import Device
 from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError
+from flcuda.finder import errata
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice
 from flcuda.finder.plan import is_out_of_memory
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem, same_strides
+from flcuda.finder.problem import ConvolutionProblem, Problem
+from flcuda.finder.sources.staging import ALIGNMENT, BITS, Operand, split_padding
 
 LARGEST = 2**31 - 1
 """More elements, or a larger stride, does not fit into the 32-bit integers of the descriptors."""
-
-ALIGNMENT = 16
-"""Operands aligned to fewer bytes are copied: the kernels load vectors of this size."""
 
 _NCHW = "nchw"
 _GIVEN = "given"
@@ -111,65 +110,6 @@ _DIRECTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """One operand as cuDNN gets it.
-
-    Attributes:
-        name: x, w, y or a gradient.
-        shape: (N, C, height, width) or of a higher rank; padded where ``inside`` leaves a border.
-        strides: in elements.
-        dtype: its word.
-        staged: it is a packed copy. See Note [staging].
-        inside: the part of the staged copy that holds the operand; the rest is zeros.
-        raised: the Problem's operand is 1-D and has no height.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    staged: bool
-    inside: tuple[slice, ...]
-    raised: bool
-
-    @property
-    def bordered(self) -> bool:
-        """Whether the copy holds more than the operand."""
-        return any(part.stop - part.start != size for part, size in zip(self.inside, self.shape, strict=True))
-
-    @property
-    def extent(self) -> int:
-        """How many elements of memory it spans."""
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
-
-    def copy_in(self, array: Any) -> Any:
-        """Makes the staged copy of an input, or of an output that is added to."""
-        copy = self.empty()
-        if self.bordered:
-            copy[...] = 0
-        copy[self.inside] = self._bits(array)
-        return copy
-
-    def copy_out(self, copy: Any, array: Any) -> None:
-        """Writes a staged output back."""
-        self._bits(array)[...] = copy[self.inside]
-
-    def empty(self) -> Any:
-        """Allocates the staged copy, as unsigned integers of the dtype's size: copying does not look at the values."""
-        bits = _BITS[devices.DTYPES[self.dtype].itemsize]
-        order = sorted(range(len(self.shape)), key=lambda dim: (-self.strides[dim], dim))
-        memory = devices.cupy().empty(tuple(self.shape[dim] for dim in order), bits)
-        return memory.transpose(tuple(order.index(dim) for dim in range(len(order))))
-
-    def _bits(self, array: Any) -> Any:
-        raised = array[:, :, None] if self.raised else array
-        return raised.view(_BITS[array.dtype.itemsize])
-
-
-_BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """A Problem as the legacy functions take it.
 
@@ -211,19 +151,15 @@ class Call:
         if agreed != problem.layout_of(y_name) or agreed == "strided" or layout == _NCHW:
             agreed = _NCHW
         raised = len(problem.stride) == 1
-        common = tuple(min(pair) for pair in zip(problem.padding_before, problem.padding_after, strict=True))
-        borders = tuple(
-            (before - both, after - both)
-            for before, after, both in zip(problem.padding_before, problem.padding_after, common, strict=True)
-        )
-        none = ((0, 0),) * len(borders)
+        common, borders = split_padding(problem)
         pack = layout == _NCHW
+        how: dict[str, Any] = {"layout": agreed, "alignment": ALIGNMENT, "raised": raised}
         return cls(
             problem=problem,
             layout=layout,
-            x=_operand(problem, x_name, borders, agreed, pack, raised),
-            w=_operand(problem, w_name, none, agreed, True, raised),
-            y=_operand(problem, y_name, none, agreed, pack, raised),
+            x=Operand.create(problem, x_name, borders=borders, packed=pack, **how),
+            w=Operand.create(problem, w_name, packed=True, **how),
+            y=Operand.create(problem, y_name, packed=pack, **how),
             filter_layout=agreed,
             padding=(0, *common) if raised else common,
             stride=(1, *problem.stride) if raised else problem.stride,
@@ -242,6 +178,11 @@ class Call:
         """Whether no operand is staged."""
         return not any(operand.staged for operand in self.operands)
 
+    @property
+    def copied(self) -> int:
+        """Bytes of all copies."""
+        return sum(operand.nbytes for operand in self.operands)
+
     def refusal(self) -> str | None:
         """Says why the legacy functions cannot take the Problem at all; None when they may."""
         p = self.problem
@@ -257,49 +198,6 @@ class Call:
             if max(operand.strides) > LARGEST:
                 return f"{operand.name} has strides {operand.strides}; legacy descriptors hold at most 2^31-1"
         return None
-
-
-def _operand(
-    problem: ConvolutionProblem,
-    name: str,
-    borders: tuple[tuple[int, int], ...],
-    layout: str,
-    packed: bool,
-    raised: bool,
-) -> Operand:
-    """Works out one operand.
-
-    Args:
-        problem: the Problem.
-        name: the operand's name.
-        borders: zeros to put around it, before and after each spatial dimension.
-        layout: in which it is packed if it is copied.
-        packed: whether it must be packed in that layout.
-        raised: whether a height of 1 is put in.
-    """
-    shape, strides = problem.shape_of(name), problem.strides_of(name)
-    inside = (
-        slice(0, shape[0]),
-        slice(0, shape[1]),
-        *(slice(before, before + size) for (before, _), size in zip(borders, shape[2:], strict=True)),
-    )
-    staged = (
-        any(before or after for before, after in borders)
-        or problem.alignment_of(name) < ALIGNMENT
-        or (packed and not same_strides(shape, strides, devices.contiguous_strides(shape, layout)))
-    )
-    if staged:
-        shape = (
-            *shape[:2],
-            *(before + size + after for (before, after), size in zip(borders, shape[2:], strict=True)),
-        )
-    if staged or packed:
-        strides = devices.contiguous_strides(shape, layout)
-    if raised:
-        strides = (*strides[:2], shape[2] * strides[2], strides[2])
-        shape = (*shape[:2], 1, shape[2])
-        inside = (*inside[:2], slice(0, 1), inside[2])
-    return Operand(name, shape, strides, problem.dtype_of(name), staged, inside, raised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +276,8 @@ class LegacyRunner:
         size = ctypes.c_size_t()
         getattr(cudnn, row.workspace)(handle(), *self._descriptors.all, algo, ctypes.byref(size))
         self._workspace = size.value
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that cuDNN wants beside the operands and the copies of Note [staging]."""
-        return self._workspace
+        self.workspace = size.value + call.copied
+        """Bytes that cuDNN wants beside the operands, and those of the copies of Note [staging]."""
 
     def __call__(self, a: Any, b: Any, out: Any) -> None:
         """Computes ``out`` from two operands in the Problem's order, on CuPy's current stream.
@@ -437,19 +332,27 @@ class LegacyRunner:
 
 
 class LegacySource:
-    """The source ``legacy``, for CUDA."""
+    """The source ``legacy``, for CUDA.
+
+    Args:
+        gpu: known faults are looked up for it; by default for the device that the source is asked for.
+    """
 
     name = "legacy"
     devices = ("cuda",)
+    kinds = (ConvolutionProblem,)
 
-    def candidates(self, problem: ConvolutionProblem, policy: Policy, device: Device) -> Iterator[Candidate]:
+    def __init__(self, gpu: errata.Gpu | None = None) -> None:
+        self._gpu = gpu
+
+    def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:
         """Yields cuDNN's algorithms for a Problem, in cuDNN's own order; the refused ones with the reason.
 
         In the mode "find" cuDNN measures them on scratch arrays of CuPy's pool and on the current stream, in
         "heuristic" it only ranks them.
 
         Args:
-            problem: any ConvolutionProblem.
+            problem: any ConvolutionProblem; for another kind there is nothing.
             policy: mode and workspace limit.
             device: a CUDA device, which is current.
 
@@ -459,6 +362,8 @@ class LegacySource:
         Raises:
             CudnnNotSupportedError: the legacy functions cannot take the Problem.
         """
+        if not isinstance(problem, ConvolutionProblem):
+            return
         calls = [Call.create(problem)]
         packed = Call.create(problem, _NCHW)
         if packed.operands != calls[0].operands:
@@ -469,15 +374,18 @@ class LegacySource:
                 "flcuda.finder.legacy", NOT_SUPPORTED, f"{reason} ({problem})", "CUDNN_STATUS_NOT_SUPPORTED"
             )
         limit = devices.workspace_limit(device) if policy.workspace_limit is None else policy.workspace_limit
+        gpu = self._gpu or errata.Gpu.here(device)
         for call in calls:
             if call.refusal() is not None:
                 continue
-            offered = _offered(call, policy.mode != "heuristic", limit)
+            offered = [
+                errata.apply(candidate, problem, gpu) for candidate in _offered(call, policy.mode != "heuristic", limit)
+            ]
             yield from offered
             if any(candidate.reason is None for candidate in offered):
                 return
 
-    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
+    def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:
         """Makes the candidate of a stored choice again, without asking cuDNN.
 
         Args:
@@ -489,8 +397,10 @@ class LegacySource:
             The candidate.
 
         Raises:
-            ValueError: there is no such algorithm or math type.
+            ValueError: there is no such algorithm or math type, or it must not be used for this Problem.
         """
+        if not isinstance(problem, ConvolutionProblem):
+            raise ValueError(f"choice: legacy solves convolutions only, not {problem}")
         row = _DIRECTIONS[problem.direction]
         parameters = dict(choice.parameters)
         name = choice.algo.removeprefix(_NUMBERED)
@@ -501,7 +411,7 @@ class LegacySource:
         if algo is None or math_type is None or layout not in (_GIVEN, _NCHW):
             raise ValueError(f"choice: legacy has no {choice.algo} with parameters {parameters} for {problem}")
         call = Call.create(problem, str(layout))
-        return Candidate(
+        candidate = Candidate(
             source=self.name,
             algo=choice.algo,
             math=choice.math,
@@ -510,6 +420,12 @@ class LegacySource:
             build=lambda: LegacyRunner(call, int(algo), math_type),
             parameters=choice.parameters,
         )
+        candidate = errata.apply(candidate, problem, self._gpu or errata.Gpu.here(device))
+        if candidate.reason is not None:
+            raise ValueError(f"choice: {choice.algo} must not be used for {problem}: {candidate.reason}")
+        if choice.policy.deterministic and not candidate.deterministic:
+            raise ValueError(f"choice: {choice.algo} is not deterministic for {problem}")
+        return candidate
 
 
 def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
@@ -523,7 +439,7 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
         made = descriptors(call, _math_asked(call.problem))
         sizes = _workspaces(row, made)
         if measure:
-            largest = max((size for size in sizes.values() if size <= limit), default=0)
+            largest = max((size for size in sizes.values() if size <= limit - call.copied), default=0)
             _find(row, call, made, entries, returned, largest)
         else:
             _get(row, made, entries, returned)
@@ -534,12 +450,14 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
     candidates: dict[object, Candidate] = {}
     for entry in entries[: returned.value]:
         candidate = _candidate(row, call, entry, measure)
-        size = sizes.get(int(entry.algo), 0)
-        if candidate is not None and entry.status != 0 and size > limit:
-            # Find's scratch was too small for it, which Find reports as a failure.
+        size = sizes.get(int(entry.algo), 0) + call.copied
+        if candidate is None:
+            continue
+        # What failed because Find's scratch was too small for it is reported as failed, its size unknown.
+        size = candidate.workspace if entry.status == 0 else size
+        if size > limit:
             candidate = replace(candidate, reason=f"workspace of {size} bytes is above the limit of {limit}")
-        if candidate is not None:
-            candidates.setdefault(candidate.identity, candidate)
+        candidates.setdefault(candidate.identity, candidate)
     if not candidates:
         return [_refused(call, "all", f"{row.find if measure else row.get} returned no algorithm")]
     return list(candidates.values())
@@ -591,7 +509,7 @@ def _candidate(row: _Direction, call: Call, entry: Any, measured: bool) -> Candi
         source=LegacySource.name,
         algo=name,
         math="fma" if math_type is cudnn.CUDNN_FMA_MATH else "tensor_op",
-        workspace=int(entry.memory),
+        workspace=int(entry.memory) + call.copied,
         deterministic=int(entry.determinism) == int(cudnn.CUDNN_DETERMINISTIC),
         build=lambda: LegacyRunner(call, algo, math_type),
         parameters=tuple(parameters),
@@ -637,7 +555,7 @@ def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returne
 
     first, second, out = call.operands
     a, b = _random(first), _random(second)
-    result = devices.cupy().empty(out.extent, _BITS[devices.DTYPES[out.dtype].itemsize])
+    result = devices.cupy().empty(out.extent, BITS[devices.DTYPES[out.dtype].itemsize])
     if row.swapped:
         a, b = b, a
     scratch = _scratch(workspace)

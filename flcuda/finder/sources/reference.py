@@ -1,11 +1,14 @@
-"""Source ``reference``: convolutions in NumPy, by columns and BLAS or by FFT. It is what the CPU device runs on.
+"""Source ``reference``: convolutions in NumPy, by columns and BLAS or by FFT, and graphs operation by operation.
+
+It is what the CPU device runs on.
 
 All three directions work on channels-last views, (N, *spatial, C), because there a kernel row is one run of memory: the
 columns of an image are then copied by long runs, and one matrix product with BLAS does the rest. Images are taken a
 chunk at a time, so that the columns stay in cache.
 
 float16 and bfloat16 are computed in float32 and rounded once, when the result is written (after the addition, when
-accumulating). math "tensor_op" has no meaning on the CPU: float32 is computed in float32.
+accumulating); tensors inside a graph are not rounded. math "tensor_op" has no meaning on the CPU: float32 is computed
+in float32.
 """
 
 import math
@@ -15,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from flcuda import graph_reference
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice
+from flcuda.finder.graph_problem import GraphProblem
 from flcuda.finder.policy import Policy
-from flcuda.finder.problem import ConvolutionProblem
+from flcuda.finder.problem import ConvolutionProblem, Problem
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -506,32 +511,72 @@ class Fft:
         return np.fft.irfftn(values, s=self.lengths, axes=axes)
 
 
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operations:
+    """A runner: the operations of a graph, one after another.
+
+    It computes in float64 where the graph does and in float32 otherwise; only the outputs are rounded.
+
+    Args:
+        problem: what to compute.
+    """
+
+    problem: GraphProblem
+
+    @property
+    def workspace(self) -> int:
+        """Roughly how many bytes a run allocates beside its operands: copies of them in the compute dtype."""
+        p = self.problem
+        return sum(math.prod(p.shape_of(name)) for name in p.operands) * self._compute.itemsize
+
+    @property
+    def _compute(self) -> np.dtype[Any]:
+        return np.dtype(np.float64 if self.problem.compute == "float64" else np.float32)
+
+    def __call__(self, *operands: Array) -> None:
+        """Runs on the inputs and writes the outputs, in the problem's order."""
+        p = self.problem
+        inputs = dict(zip(p.inputs, operands, strict=False))
+        made = graph_reference.evaluate(p.operations, inputs, self._compute)
+        with np.errstate(all="ignore"):
+            for name, out in zip(p.outputs, operands[len(p.inputs) :], strict=True):
+                out[...] = np.rint(made[name]) if out.dtype.kind in "iu" else made[name]
+
+
 # --- the source -------------------------------------------------------------------------------------------------------
 
 
 class ReferenceSource:
-    """The source ``reference``: im2col, col2im and FFT in NumPy, for arrays in host memory."""
+    """The source ``reference``: NumPy, for arrays in host memory."""
 
     name = "reference"
     devices = ("cpu",)
+    kinds: tuple[type[Problem], ...] = (ConvolutionProblem, GraphProblem)
 
-    def candidates(self, problem: ConvolutionProblem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
+    def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
         """Yields everything that can compute a Problem, the likely fastest first.
 
         Args:
-            problem: any ConvolutionProblem.
+            problem: a ConvolutionProblem or a GraphProblem.
             policy: ignored here: all candidates are deterministic; the finder holds them to the workspace limit.
             device: the CPU.
 
         Yields:
             "im2col", or for a strided backward data "col2im"; both where neither is sure to be faster. Then "fft", with
-            the reason why it is not tried unless a large kernel makes it likely to be faster.
+            the reason why it is not tried unless a large kernel makes it likely to be faster. For a graph, "numpy".
         """
+        if isinstance(problem, GraphProblem):
+            yield self._candidate(problem, "numpy", Operations(problem), None)
+        if not isinstance(problem, ConvolutionProblem):
+            return
         for algo in _likely_algos(problem):
             yield self._columns_candidate(problem, algo)
         yield self._fft_candidate(problem)
 
-    def restore(self, problem: ConvolutionProblem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
+    def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
         """Makes the candidate of a stored choice again, without measuring.
 
         Args:
@@ -545,11 +590,14 @@ class ReferenceSource:
         Raises:
             ValueError: this source has no such algo for the Problem.
         """
-        if choice.algo == "fft":
-            return self._fft_candidate(problem, may_refuse=False)
-        if choice.algo not in _possible_algos(problem) or choice.parameters:
-            raise ValueError(f"choice: reference has no {choice.algo} {dict(choice.parameters)} for {problem}")
-        return self._columns_candidate(problem, choice.algo)
+        if isinstance(problem, GraphProblem) and choice.algo == "numpy" and not choice.parameters:
+            return self._candidate(problem, "numpy", Operations(problem), None)
+        if isinstance(problem, ConvolutionProblem):
+            if choice.algo == "fft":
+                return self._fft_candidate(problem, may_refuse=False)
+            if choice.algo in _possible_algos(problem) and not choice.parameters:
+                return self._columns_candidate(problem, choice.algo)
+        raise ValueError(f"choice: reference has no {choice.algo} {dict(choice.parameters)} for {problem}")
 
     def _columns_candidate(self, problem: ConvolutionProblem, algo: str) -> Candidate:
         return self._candidate(problem, algo, Columns(problem, algo, CHUNK), None)
@@ -564,9 +612,9 @@ class ReferenceSource:
 
     def _candidate(
         self,
-        problem: ConvolutionProblem,
+        problem: Problem,
         algo: str,
-        runner: Columns | Fft,
+        runner: Columns | Fft | Operations,
         reason: str | None,
     ) -> Candidate:
         return Candidate(
