@@ -48,6 +48,11 @@ can be known), that the workspace has its bytes, and that neither an output nor 
 tensor; a plan restored from JSON does not know its outputs. That costs some ten microseconds a tensor; without the
 variable it costs nothing.
 
+Note [pooling]: some gradients of max pooling end the process in cuDNN 9.19 when the GPU is told by device properties:
+one of nhwc tensors with x and y instead of the index, in every mode of the heuristics, in finalizing a configuration,
+and in restoring a plan; and with one spatial dimension, index or not, in some runs only. They are refused before cuDNN
+sees them.
+
 Note [capture]: before cuDNN 9.28 a CUDA graph does not keep the plan that it was captured from alive. Keep the plan as
 long as the graph.
 
@@ -2294,7 +2299,20 @@ class Graph:
         graph.finalize(f"the graph of {'; '.join(labels)}")
         used = tuple(self._tensors[uid] for uid in sorted(tensors))
         made = frozenset(self._makers)
-        return OperationGraph(graph, used, made, labels, self.compute, handle, device)
+        fatal = next(filter(None, map(self._fatal, self._operations)), "")
+        return OperationGraph(graph, used, made, labels, self.compute, handle, device, fatal)
+
+    def _fatal(self, operation: _Operation) -> str:
+        """Says why an operation ends the process where a GPU is told by device properties; see Note [pooling]."""
+        if operation.kind != "OPERATION_RESAMPLE_BWD":
+            return ""
+        start = f"{operation.kind}_"
+        (resampler,) = operation.settings
+        modes = {setting.attribute: setting.values for setting in resampler.settings}["RESAMPLE_MODE"]
+        (dy,) = (self._tensors[uid] for uid in operation.inputs[f"{start}DYDESC"])
+        dx = self._tensors[operation.outputs[f"{start}DXDESC"]]
+        why = _fatal_pooling(modes[0].name, dy, dx, f"{start}IDXDESC" in operation.inputs)
+        return f"{operation.label}: {why}" if why else ""
 
     def check(self) -> None:
         """Checks that the graph is whole, as `build` does first; needs no cuDNN.
@@ -2430,6 +2448,40 @@ class _Geometry:
             _Setting("CONVOLUTION_PRE_PADDINGS", self.before),
             _Setting("CONVOLUTION_POST_PADDINGS", self.after),
         )
+
+
+# --- what ends the process -------------------------------------------------------------------------------------------
+
+# See Note [pooling]. 9.19.0 has the fault and 9.28.0 has it not; no version between or before was tried.
+_FATAL_POOLING_BEFORE = 92800
+
+
+def _fatal_pooling(mode: str, dy: Tensor, dx: Tensor, indexed: bool) -> str:
+    """Says why cuDNN must not be asked for a gradient of pooling through device properties; empty when it may be."""
+    # cuDNN compares strides, so a layout that only the sizes of 1 leave open is the one that the strides say.
+    packed = all(t.strides == devices.contiguous_strides(t.shape, "nhwc") for t in (dy, dx))
+    line = len(dx.shape) == 3
+    if mode != bindings.CUDNN_RESAMPLE_MAXPOOL.name or not packed or (indexed and not line):
+        return ""
+    library = libraries.load()
+    if library.version >= _FATAL_POOLING_BEFORE:
+        return ""
+    fixed = f"; cuDNN {libraries.version_text(_FATAL_POOLING_BEFORE)} does not"
+    if line:
+        what = "of nhwc tensors with one spatial dimension"
+        remedy = f"give them a second one of size 1{' and the index of the forward pass' if not indexed else ''}"
+    else:
+        what = "of nhwc tensors without the index of the forward pass"
+        remedy = "give that index instead of x and y, or make the tensors nchw"
+    return (
+        f"cuDNN {library.version_text} can end the process when device properties name the GPU and a gradient of max "
+        f"pooling {what} is asked for{fixed}; {remedy}"
+    )
+
+
+def _refuse_fatal(why: str) -> None:
+    if why:
+        raise cudnn_error("cudnnBackendFinalize", NOT_SUPPORTED, why, "CUDNN_STATUS_NOT_SUPPORTED")
 
 
 # --- engines and their configurations -------------------------------------------------------------------------------
@@ -2749,6 +2801,7 @@ class OperationGraph:
         compute: str,
         handle: Handle | None,
         device: "DeviceProperties | None",
+        fatal: str = "",
     ) -> None:
         """Takes over a finalized descriptor; `Graph.build` makes it."""
         self._backend = backend
@@ -2758,6 +2811,7 @@ class OperationGraph:
         self._made = made
         self._handle = handle
         self._device = device
+        self._fatal = fatal
         self._scalars = {
             uid: np.array([tensor.value], dtype=_SCALARS[tensor.dtype])
             for uid, tensor in self.tensors.items()
@@ -2803,6 +2857,8 @@ class OperationGraph:
                 f"{what}: for which GPU? Give device=DeviceProperties.from_profile(...) or the handle of the GPU here, "
                 f"here or to Graph.build"
             )
+        if device is not None:
+            _refuse_fatal(self._fatal)
         return handle, device
 
     def heuristics(
@@ -2826,6 +2882,7 @@ class OperationGraph:
 
         Raises:
             CudnnError: cuDNN refuses the question.
+            CudnnNotSupportedError: the question would end the process; see Note [pooling].
             ValueError: mode or a number is not as above; no GPU was named.
         """
         member = _choice("heuristics", "mode", mode, _MODES)
@@ -2894,6 +2951,7 @@ class OperationGraph:
             The engines; their plans can still be refused.
 
         Raises:
+            CudnnNotSupportedError: the question would end the process; see Note [pooling].
             ValueError: no GPU was named.
         """
         _, device = self._target("engines", None, device)
@@ -2934,6 +2992,7 @@ class OperationGraph:
             its last error or logs, which are the expressions of its own checks.
 
         Raises:
+            CudnnNotSupportedError: the question would end the process; see Note [pooling].
             ValueError: no GPU was named.
         """
         _, device = self._target("why_not", None, device)
@@ -3180,6 +3239,8 @@ class ExecutionPlan:
                 "handle, device: give one; without device properties cuDNN crashes when it restores a plan"
             )
         content = _plan_content(text)
+        if device is not None:
+            _refuse_fatal(_fatal_plan(content))
         backend = Backend("EXECUTION_PLAN")
         _attach(backend, handle, device)
         backend.set("EXECUTION_PLAN_JSON_REPRESENTATION", text.encode())
@@ -3596,6 +3657,22 @@ def _json_dtype(entry: Mapping[str, Any]) -> str:
         if kind.code.name == entry.get("dataType") and word in _SCALARS:
             return word
     raise _refusal(_BAD_PARAM, f"the plan's scalar {entry.get('name')} has the data type {entry.get('dataType')}")
+
+
+def _fatal_plan(content: Mapping[str, Any]) -> str:
+    """Says why a plan must not be restored for a GPU that is not here; see Note [pooling]."""
+    tensors = {entry["name"]: entry for entry in content["operationGraph"]["tensors"]}
+    for node in content["operationGraph"]["nodes"]:
+        if node.get("operation") != "CUDNN_BACKEND_OPERATION_RESAMPLE_BWD_DESCRIPTOR":
+            continue
+        try:
+            dy, dx = (_json_tensor(tensors[node[role]]) for role in ("dY", "dX"))
+            why = _fatal_pooling(node["mode"], dy, dx, "Idx" in node)
+        except (LookupError, StopIteration, TypeError, ValueError):
+            continue  # cuDNN refuses it
+        if why:
+            return f"the plan's {node['operation']}: {why}"
+    return ""
 
 
 def _plan_problem(content: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from flcuda import device as devices
 from flcuda.cudnn import library as libraries
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
-from flcuda.finder.graph_problem import GraphProblem
+from flcuda.finder.graph_problem import GraphProblem, Operation
 from flcuda.finder.problem import ConvolutionProblem, Problem
 
 
@@ -148,6 +148,19 @@ def _one_dimension_of_three(problem: GraphProblem) -> bool:
     return batch > 1 and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
 
 
+def _modes(problem: GraphProblem, *modes: str) -> list[Operation]:
+    return [each for each in problem.operations if each.method == "pointwise" and each.get("mode") in modes]
+
+
+def _argument_written(problem: GraphProblem) -> bool:
+    arguments = {name for each in _modes(problem, "sigmoid_fwd", "tanh_fwd") for name in each.refs}
+    return problem.contracts and not arguments.isdisjoint(problem.outputs)
+
+
+def _tanh_of_a_product(problem: GraphProblem) -> bool:
+    return problem.contracts and bool(_modes(problem, "tanh_fwd"))
+
+
 ERRATA: tuple[Erratum, ...] = (
     Erratum(
         reason="two equal runs of this engine differ on compute capability 8.6, and cuDNN does not say so",
@@ -219,6 +232,24 @@ ERRATA: tuple[Erratum, ...] = (
         layouts=("nhwc",),
         depthwise_only=True,
         large_only=True,
+    ),
+    Erratum(
+        reason="on float32 tensors every engine fails when it is run if the argument of sigmoid or tanh is an output",
+        report="seen with cuDNN 9.19 on an H200: status 4000, get_user_ptrs()[idx] != nullptr",
+        since=90000,
+        before=92800,
+        sources=("graph",),
+        precisions=("float32", "tf32"),
+        graphs=_argument_written,
+    ),
+    Erratum(
+        reason="the engine's tanh of a large number is NaN instead of 1",
+        report="seen with cuDNN 9.19 on an H200",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        algos=("0",),
+        graphs=_tanh_of_a_product,
     ),
     # These were found by random convolutions with sparse whole numbers, 20,000 runs, engine by engine. Another version
     # may number its engines otherwise, and nobody has looked there: what is at stake is a wrong number or a write

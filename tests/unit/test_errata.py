@@ -178,6 +178,31 @@ def test_broadcasting_that_gave_wrong_numbers(a, b, fault):
     assert (marked.reason is not None) is fault
 
 
+LAYER = (
+    "graph tensor_op; x {0} 4x16x9x9 nhwc; w {0} 24x16x3x3 nhwc; c = convolution_forward(%x, %w, padding=1); "
+    "y = pointwise({1}, %c); out y; {2}"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "more", "algo", "fault"),
+    [
+        ("float32", "sigmoid_fwd", "out c", "53", True),
+        ("float32", "tanh_fwd", "out c", "53", True),
+        ("float32", "swish_fwd", "out c", "53", False),
+        ("float16", "sigmoid_fwd", "out c", "53", False),
+        ("float32", "sigmoid_fwd", "", "53", False),
+        ("float16", "tanh_fwd", "", "0", True),
+        ("float16", "tanh_fwd", "", "2", False),
+        ("float16", "swish_fwd", "", "0", False),
+    ],
+)
+def test_activations_that_failed(dtype, mode, more, algo, fault):
+    problem = Problem.parse(LAYER.format(dtype, mode, more))
+    marked = apply(candidate(algo=algo), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
 def test_a_graph_with_a_reduction_is_not_deterministic():
     graph = "graph; dy float16 8x16x9x9 nhwc; z float16 8x16x9x9 nhwc; d = pointwise(swish_bwd, %dy, %z); "
     gpu = Gpu(90, 91900)
