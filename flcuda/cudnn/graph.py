@@ -48,10 +48,10 @@ can be known), that the workspace has its bytes, and that neither an output nor 
 tensor; a plan restored from JSON does not know its outputs. That costs some ten microseconds a tensor; without the
 variable it costs nothing.
 
-Note [pooling]: some gradients of max pooling end the process in cuDNN 9.19 when the GPU is told by device properties:
-one of nhwc tensors with x and y instead of the index, in every mode of the heuristics, in finalizing a configuration,
-and in restoring a plan; and with one spatial dimension, index or not, in some runs only. They are refused before cuDNN
-sees them.
+Note [pooling]: some gradients of max pooling end the process in cuDNN 9.19, for the GPU here and for one told by device
+properties: that of nhwc tensors with x and y instead of the index, in every mode of the heuristics, in finalizing a
+configuration, and in restoring a plan; and with one spatial dimension, index or not, in some runs only. They are
+refused before cuDNN is asked.
 
 Note [capture]: before cuDNN 9.28 a CUDA graph does not keep the plan that it was captured from alive. Keep the plan as
 long as the graph.
@@ -2303,7 +2303,7 @@ class Graph:
         return OperationGraph(graph, used, made, labels, self.compute, handle, device, fatal)
 
     def _fatal(self, operation: _Operation) -> str:
-        """Says why an operation ends the process where a GPU is told by device properties; see Note [pooling]."""
+        """Says why an operation would end the process; see Note [pooling]."""
         if operation.kind != "OPERATION_RESAMPLE_BWD":
             return ""
         start = f"{operation.kind}_"
@@ -2457,7 +2457,7 @@ _FATAL_POOLING_BEFORE = 92800
 
 
 def _fatal_pooling(mode: str, dy: Tensor, dx: Tensor, indexed: bool) -> str:
-    """Says why cuDNN must not be asked for a gradient of pooling through device properties; empty when it may be."""
+    """Says why cuDNN must not be asked for a gradient of pooling; empty when it may be."""
     # cuDNN compares strides, so a layout that only the sizes of 1 leave open is the one that the strides say.
     packed = all(t.strides == devices.contiguous_strides(t.shape, "nhwc") for t in (dy, dx))
     line = len(dx.shape) == 3
@@ -2474,8 +2474,8 @@ def _fatal_pooling(mode: str, dy: Tensor, dx: Tensor, indexed: bool) -> str:
         what = "of nhwc tensors without the index of the forward pass"
         remedy = "give that index instead of x and y, or make the tensors nchw"
     return (
-        f"cuDNN {library.version_text} can end the process when device properties name the GPU and a gradient of max "
-        f"pooling {what} is asked for{fixed}; {remedy}"
+        f"cuDNN {library.version_text} can end the process when a gradient of max pooling {what} is asked for{fixed}; "
+        f"{remedy}"
     )
 
 
@@ -2857,8 +2857,7 @@ class OperationGraph:
                 f"{what}: for which GPU? Give device=DeviceProperties.from_profile(...) or the handle of the GPU here, "
                 f"here or to Graph.build"
             )
-        if device is not None:
-            _refuse_fatal(self._fatal)
+        _refuse_fatal(self._fatal)
         return handle, device
 
     def heuristics(
@@ -3239,8 +3238,7 @@ class ExecutionPlan:
                 "handle, device: give one; without device properties cuDNN crashes when it restores a plan"
             )
         content = _plan_content(text)
-        if device is not None:
-            _refuse_fatal(_fatal_plan(content))
+        _refuse_fatal(_fatal_plan(content))
         backend = Backend("EXECUTION_PLAN")
         _attach(backend, handle, device)
         backend.set("EXECUTION_PLAN_JSON_REPRESENTATION", text.encode())
@@ -3660,7 +3658,7 @@ def _json_dtype(entry: Mapping[str, Any]) -> str:
 
 
 def _fatal_plan(content: Mapping[str, Any]) -> str:
-    """Says why a plan must not be restored for a GPU that is not here; see Note [pooling]."""
+    """Says why a plan must not be restored; see Note [pooling]."""
     tensors = {entry["name"]: entry for entry in content["operationGraph"]["tensors"]}
     for node in content["operationGraph"]["nodes"]:
         if node.get("operation") != "CUDNN_BACKEND_OPERATION_RESAMPLE_BWD_DESCRIPTOR":

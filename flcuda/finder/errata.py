@@ -162,6 +162,16 @@ def _pooling_along_a_line(problem: GraphProblem) -> bool:
     return pools and any(len(problem.shape_of(name)) == 3 for name in problem.operands)
 
 
+def _index_of_pooling(problem: GraphProblem) -> bool:
+    return any(
+        operation.method == "resample_forward"
+        and len(operation.results) > 1
+        and operation.results[1] in problem.outputs
+        and any(problem.layout_of(name) != "nhwc" for name in operation.refs if name in problem.inputs)
+        for operation in problem.operations
+    )
+
+
 def _tanh_of_a_product(problem: GraphProblem) -> bool:
     return problem.contracts and bool(_modes(problem, "tanh_fwd"))
 
@@ -263,6 +273,14 @@ ERRATA: tuple[Erratum, ...] = (
         before=99999,
         sources=("graph",),
         graphs=_pooling_along_a_line,
+    ),
+    Erratum(
+        reason="the index of max pooling is not written; make the tensors nhwc",
+        report="seen with cuDNN 9.19 on an H200, nchw, engine 1",
+        since=90000,
+        before=99999,
+        sources=("graph",),
+        graphs=_index_of_pooling,
     ),
     # These were found by random convolutions with sparse whole numbers, 20,000 runs, engine by engine. Another version
     # may number its engines otherwise, and nobody has looked there: what is at stake is a wrong number or a write

@@ -51,6 +51,8 @@ def usable(part):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "tf32"])
 def test_every_graph_of_a_layer_has_engines(precision, activation):
+    if precision == "tf32" and activation in ("sigmoid", "tanh") and library.load().version < 92800:
+        pytest.skip("known fault of cuDNN 9.19: what backward needs is computed again there")
     if precision == "tf32":
         function, dtype = layer(activation, math="tensor_op"), "float32"
     else:

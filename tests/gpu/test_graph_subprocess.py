@@ -1,7 +1,7 @@
 """Pooling graphs on the GPU here, by its handle, in a process of their own: right values or an error, never a crash.
 
-With device properties some of them end the process in cuDNN 9.19; see Note [pooling] of `flcuda.cudnn.graph`. Those of
-one spatial dimension are wrong there, so that the finder refuses them; see its errata.
+What ends the process in cuDNN 9.19 is refused; see Note [pooling] of `flcuda.cudnn.graph`. What is wrong there, the
+finder does not offer: one spatial dimension, and the index in nchw; see its errata.
 """
 
 import os
@@ -66,14 +66,14 @@ for size in ((9, 7), (15, 1)):
             dx = g.resample_backward(mode, tensor("dy", dy, dtype), x.shape, **more, **geometry)
             output(dx, reference.resample_backward(mode, dy, x.shape, index=index, **geometry), dtype)
         built = g.build(handle())
-        built.engines()
-        print("why_not", flush=True)
-        built.why_not()
         try:
+            built.engines()
+            print("why_not", flush=True)
+            built.why_not()
             print("configurations", flush=True)
             configurations = built.configurations()
         except CudnnNotSupportedError as error:
-            assert "resample" in str(error) and "engine" in str(error), error
+            assert "resample" in str(error) and ("engine" in str(error) or "end the process" in str(error)), error
             print("refused", flush=True)
             continue
         for configuration in configurations[:4]:
@@ -102,7 +102,6 @@ print("done")
 
 KINDS = [
     ("forward", "max", ()),
-    ("forward", "max", ("index",)),
     ("forward", "average_include_padding", ()),
     ("forward", "average_exclude_padding", ()),
     ("backward", "max", ("index",)),
@@ -113,8 +112,10 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
-@pytest.mark.parametrize(("direction", "mode", "given"), KINDS)
+@pytest.mark.parametrize(
+    ("direction", "mode", "given", "layout"),
+    [*((*kind, layout) for kind in KINDS for layout in ("nhwc", "nchw")), ("forward", "max", ("index",), "nhwc")],
+)
 def test_pooling(
     direction: str, mode: str, given: tuple[str, ...], layout: str, request: pytest.FixtureRequest
 ) -> None:

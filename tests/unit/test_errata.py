@@ -214,6 +214,18 @@ def test_pooling_along_a_line(shape, fault):
     assert (marked.reason is not None) is fault
 
 
+@pytest.mark.parametrize(
+    ("layout", "outputs", "fault"), [("nchw", "out y; out i", True), ("nhwc", "out y; out i", False)]
+)
+def test_the_index_of_pooling(layout, outputs, fault):
+    problem = Problem.parse(
+        f"graph; x float16 2x16x9x7 {layout}; y, i = resample_forward(max, %x, window=3, stride=1, index=True); "
+        f"{outputs}"
+    )
+    marked = apply(candidate(algo="1"), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
 def test_a_graph_with_a_reduction_is_not_deterministic():
     graph = "graph; dy float16 8x16x9x9 nhwc; z float16 8x16x9x9 nhwc; d = pointwise(swish_bwd, %dy, %z); "
     gpu = Gpu(90, 91900)
