@@ -236,14 +236,43 @@ def _keeper(store: ChoiceStore, key: Key) -> Callable[[Choice], None]:
 def _unmeasured(
     key: Key, device: Device, asked: tuple[Source, ...], tried: set[object]
 ) -> Callable[[], Iterator[Solution]]:
-    """Returns an iterator, made when needed, over the candidates in their sources' order, without those tried."""
+    """Returns an iterator, made when needed, over the candidates in their sources' order, without those tried.
+
+    Where results are verified, only those that are right are among them, and none when memory does not suffice for
+    that: one of them may be what a search rejected as wrong.
+    """
 
     def others() -> Iterator[Solution]:
+        right: Callable[[Candidate], bool] | None = None
         for candidate in _candidates(_heuristic(key), device, asked):
-            if candidate.reason is None and candidate.identity not in tried:
-                yield Choice.of(key, candidate), candidate
+            if candidate.reason is not None or candidate.identity in tried:
+                continue
+            if _verifies(key.problem) and key.policy.mode != "heuristic":
+                try:
+                    right = right or _judge(key, device)
+                    if not right(candidate):
+                        continue
+                except MemoryError:
+                    return
+            yield Choice.of(key, candidate), candidate
 
     return others
+
+
+def _judge(key: Key, device: Device) -> Callable[[Candidate], bool]:
+    """Returns what says of a candidate whether it runs and its results are right, and repeat where that is asked."""
+    problem = key.problem
+    arrays = measure.with_memory(lambda: problem.random_arrays(device=device), device)
+    verifier = Verifier(problem, tuple(arrays[name] for name in problem.inputs), device)
+
+    def right(candidate: Candidate) -> bool:
+        try:
+            found = verifier.check(candidate.build(), deterministic=key.policy.deterministic)
+        except CudnnError:
+            return False
+        return found.reason is None and found.repeats is not False
+
+    return right
 
 
 def _first_that_builds(key: Key, device: Device, asked: tuple[Source, ...], store: ChoiceStore) -> Plan:

@@ -853,6 +853,21 @@ class TestGraph:
         assert again == report.best
         assert again.problem == GRAPH
 
+    def test_a_restored_plan_falls_to_what_is_verified_only(self, monkeypatch):
+        verdicts = Verdicts(monkeypatch)
+        best = Fake("best", inputs=3)
+        only(monkeypatch, best, Fake("wrong", delay=5, inputs=3), Fake("right", delay=5, inputs=3))
+        find(GRAPH)
+        default_store().clear_memory()
+        made = plan(GRAPH)
+        assert made.choice.algo == "best"
+        verdicts.verdicts["wrong"] = Verification(math.inf, 1e-6, None, "y is nan")
+        best.run_errors = lambda call: REFUSED
+        arrays = GRAPH.random_arrays(device="cpu")
+        with pytest.warns(UserWarning, match="fake:right is used instead"):
+            made(*(arrays[name] for name in GRAPH.inputs))
+        assert made.choice.algo == "right"
+
     def test_a_source_that_does_not_know_it_is_not_asked(self, monkeypatch):
         Verdicts(monkeypatch)
         source = only(monkeypatch, Fake("a", inputs=3))
