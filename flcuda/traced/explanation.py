@@ -8,8 +8,8 @@ import contextlib
 import io
 import json
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich import box
@@ -43,6 +43,7 @@ class Part:
         report: what was measured; None for a GPU that is not here, or where nothing can be used.
         candidates: for a GPU that is not here, what the graph API has, in its own order.
         refusals: (engine, text) for each engine of the graph API that does not take it.
+        engines: how many engines the graph API has for such a graph; 0 where it was not asked.
         refusal: why nothing can be used; None when something can.
     """
 
@@ -51,7 +52,16 @@ class Part:
     report: FindReport | None = None
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[tuple[int, str], ...] = ()
+    engines: int = 0
     refusal: CudnnNotSupportedError | None = field(default=None, repr=False)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The engines that take it and are not among what was listed: the first of cuDNN's ranking."""
+        rows = () if self.report is None else (row.candidate for row in self.report.rows)
+        listed = {candidate.algo for candidate in (*rows, *self.candidates) if candidate.source == GraphSource.name}
+        refused = {engine for engine, _ in self.refusals}
+        return tuple(each for each in range(self.engines) if each not in refused and str(each) not in listed)
 
     def __str__(self) -> str:
         lines = [f"{self.title}:"]
@@ -70,6 +80,8 @@ class Part:
             first, *more = (self.refusal.text or str(self.refusal)).split("\n")
             lines.append(_wrapped(f"nothing can be used: {first}", ""))
             lines += [_wrapped(line) for line in more if line.strip() and not line.strip().startswith("engine")]
+        if self.others:
+            lines.append(_wrapped(f"engines that take it too, further down cuDNN's list: {_ranges(self.others)}", ""))
         if self.refusals:
             lines.append("engines of the graph API that do not take it:")
             lines += [_wrapped(f"{engines}: {text}") for text, engines in _grouped(self.refusals)]
@@ -95,6 +107,7 @@ class Part:
             "title": self.title,
             "problem": str(self.problem),
             "rows": rows,
+            "others": list(self.others),
             "refusals": [{"engine": engine, "reason": text} for engine, text in self.refusals],
             "refusal": None if self.refusal is None else self.refusal.text or str(self.refusal),
         }
@@ -136,14 +149,13 @@ def explain_here(device: Device) -> Iterator[Explain]:
     """
 
     def explain(title: str, problem: Problem) -> Part:
-        refusals: tuple[tuple[int, str], ...] = ()
+        part = Part(title, problem)
         if device.kind == "cuda":
-            refusals = _refusals(problem, resources.handle(), None)
+            part = _asked(part, resources.handle(), None)
         try:
-            report = finder.find(problem, device=device)
+            return replace(part, report=finder.find(problem, device=device))
         except CudnnNotSupportedError as error:
-            return Part(title, problem, refusals=refusals, refusal=error)
-        return Part(title, problem, report=report, refusals=refusals)
+            return replace(part, refusal=error)
 
     yield explain
 
@@ -162,28 +174,27 @@ def explain_for(gpu: str) -> Iterator[Explain]:
         source = GraphSource(properties)
 
         def explain(title: str, problem: Problem) -> Part:
-            refusals = _refusals(problem, None, properties)
+            part = _asked(Part(title, problem), None, properties)
             try:
                 found = tuple(source.candidates(problem, Policy(mode="heuristic"), Device("cuda")))
             except CudnnNotSupportedError as error:
-                return Part(title, problem, refusals=refusals, refusal=error)
+                return replace(part, refusal=error)
             refusal = None
             if all(candidate.reason is not None for candidate in found):
                 reasons = "; ".join(dict.fromkeys(f"{candidate.id}: {candidate.reason}" for candidate in found))
                 refusal = CudnnNotSupportedError("flcuda.graph", NOT_SUPPORTED, reasons, "CUDNN_STATUS_NOT_SUPPORTED")
-            return Part(title, problem, candidates=found, refusals=refusals, refusal=refusal)
+            return replace(part, candidates=found, refusal=refusal)
 
         yield explain
 
 
-def _refusals(
-    problem: Problem, handle: resources.Handle | None, properties: DeviceProperties | None
-) -> tuple[tuple[int, str], ...]:
+def _asked(part: Part, handle: resources.Handle | None, properties: DeviceProperties | None) -> Part:
     """Asks each engine of the graph API why it does not take a problem."""
     try:
-        return tuple(_built(problem, handle, properties).why_not())
+        built = _built(part.problem, handle, properties)
+        return replace(part, refusals=tuple(built.why_not()), engines=built.engine_count)
     except CudnnNotSupportedError as error:
-        return ((-1, error.text or str(error)),)
+        return replace(part, refusals=((-1, error.text or str(error)),))
 
 
 def _built(problem: Problem, handle: resources.Handle | None, properties: DeviceProperties | None) -> OperationGraph:
@@ -196,17 +207,18 @@ def _grouped(refusals: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
     same: dict[str, list[int]] = {}
     for engine, text in refusals:
         same.setdefault(text, []).append(engine)
-    found = []
-    for text, engines in same.items():
-        runs: list[list[int]] = []
-        for engine in engines:
-            if runs and engine == runs[-1][1] + 1:
-                runs[-1][1] = engine
-            else:
-                runs.append([engine, engine])
-        words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-        found.append((text, "all" if engines == [-1] else words))
-    return found
+    return [(text, "all" if engines == [-1] else _ranges(engines)) for text, engines in same.items()]
+
+
+def _ranges(engines: Iterable[int]) -> str:
+    """Gives ascending numbers as "3-5, 8"."""
+    runs: list[list[int]] = []
+    for engine in engines:
+        if runs and engine == runs[-1][1] + 1:
+            runs[-1][1] = engine
+        else:
+            runs.append([engine, engine])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _wrapped(text: str, indent: str = "  ") -> str:

@@ -86,6 +86,12 @@ def test_explanation_as_text_and_json():
     assert first["rows"][0]["source"] == "graph"
     assert first["rows"][0]["median_ms"] is None
     assert any("NOT_SUPPORTED" in refusal["reason"] for refusal in first["refusals"])
+    # Each engine is in one of the three lists.
+    listed = {int(row["algo"]) for row in first["rows"]}
+    refused = {refusal["engine"] for refusal in first["refusals"]}
+    assert sorted([*listed, *refused, *first["others"]]) == list(range(explanation.parts[0].engines))
+    assert first["others"]
+    assert "engines that take it too, further down cuDNN's list" in str(explanation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
