@@ -2,12 +2,15 @@
 
 import collections
 import os
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 
 from flcuda import device
+from flcuda.finder.plan import Plan
 
 # No deadline: how long an example takes says nothing on a machine that does other things as well.
 hypothesis.settings.register_profile("flcuda", deadline=None)
@@ -56,3 +59,16 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 def own_choice_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has an empty store of choices of its own, never the user's."""
     monkeypatch.setenv("FLCUDA_CHOICES", str(tmp_path_factory.mktemp("choices")))
+
+
+@pytest.fixture
+def only_fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], None]:
+    """Makes a Plan fail where it takes the long way."""
+
+    def arrange(plan: Plan) -> None:
+        def long_way(*_: Any) -> None:
+            raise AssertionError("the long way was taken")
+
+        monkeypatch.setattr(plan, "_checked", long_way)
+
+    return arrange

@@ -3021,13 +3021,10 @@ class OperationGraph:
 
     def _unsupported(self, device: "DeviceProperties | None", refusals: list[str]) -> CudnnError:
         reasons = self.why_not(device)
-        same: dict[str, list[int]] = {}
-        for engine, text in reasons:
-            same.setdefault(text, []).append(engine)
         lines = [f"no engine supports {self}"]
         lines += [f"likely: {rule}" for rule in self.likely_rules(device)]
         lines += refusals
-        lines += [f"engine {_ranges(engines)}: {text}" for text, engines in same.items()]
+        lines += [f"engine {engine_ranges(engines)}: {text}" for text, engines in by_reason(reasons).items()]
         if not reasons:
             lines.append("every engine takes the graph, and heuristics deliver none: are these the GPU's properties?")
         return cudnn_error("cudnnBackendGetAttribute", NOT_SUPPORTED, "\n  ".join(lines), "CUDNN_STATUS_NOT_SUPPORTED")
@@ -3048,8 +3045,30 @@ def _sm_target(where: str, sm_count: int | None, device: "DeviceProperties | Non
     return 0 if count == present else count
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Writes numbers shortly: 3-5, 8."""
+def by_reason(refusals: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Gives what `OperationGraph.why_not` says the other way round.
+
+    Args:
+        refusals: engines and their reasons.
+
+    Returns:
+        For each reason the engines that give it, in their order.
+    """
+    same: dict[str, list[int]] = {}
+    for engine, text in refusals:
+        same.setdefault(text, []).append(engine)
+    return same
+
+
+def engine_ranges(numbers: Iterable[int]) -> str:
+    """Writes ascending numbers of engines shortly: 3-5, 8.
+
+    Args:
+        numbers: the numbers.
+
+    Returns:
+        The text.
+    """
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from flcuda import finder
 from flcuda.cudnn import resources
 from flcuda.cudnn.device_properties import DeviceProperties
-from flcuda.cudnn.graph import OperationGraph
+from flcuda.cudnn.graph import OperationGraph, by_reason, engine_ranges
 from flcuda.device import Device
 from flcuda.errors import NOT_SUPPORTED, CudnnNotSupportedError
 from flcuda.finder.candidate import Candidate
@@ -81,10 +81,13 @@ class Part:
             lines.append(_wrapped(f"nothing can be used: {first}", ""))
             lines += [_wrapped(line) for line in more if line.strip() and not line.strip().startswith("engine")]
         if self.others:
-            lines.append(_wrapped(f"engines that take it too, further down cuDNN's list: {_ranges(self.others)}", ""))
+            lines.append(
+                _wrapped(f"engines that take it too, further down cuDNN's list: {engine_ranges(self.others)}", "")
+            )
         if self.refusals:
             lines.append("engines of the graph API that do not take it:")
-            lines += [_wrapped(f"{engines}: {text}") for text, engines in _grouped(self.refusals)]
+            for text, engines in by_reason(self.refusals).items():
+                lines.append(_wrapped(f"{'all' if engines == [-1] else engine_ranges(engines)}: {text}"))
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -200,25 +203,6 @@ def _asked(part: Part, handle: resources.Handle | None, properties: DeviceProper
 def _built(problem: Problem, handle: resources.Handle | None, properties: DeviceProperties | None) -> OperationGraph:
     assert isinstance(problem, ConvolutionProblem | GraphProblem)
     return operation_graph(problem, handle, properties)
-
-
-def _grouped(refusals: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
-    """Gives each reason with the engines that give it, as (reason, "3-5, 8")."""
-    same: dict[str, list[int]] = {}
-    for engine, text in refusals:
-        same.setdefault(text, []).append(engine)
-    return [(text, "all" if engines == [-1] else _ranges(engines)) for text, engines in same.items()]
-
-
-def _ranges(engines: Iterable[int]) -> str:
-    """Gives ascending numbers as "3-5, 8"."""
-    runs: list[list[int]] = []
-    for engine in engines:
-        if runs and engine == runs[-1][1] + 1:
-            runs[-1][1] = engine
-        else:
-            runs.append([engine, engine])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _wrapped(text: str, indent: str = "  ") -> str:

@@ -1,6 +1,5 @@
 """Properties of GPUs that are not here, through the real library: finalized, and used for heuristics and plans."""
 
-import ctypes
 import gc
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import CUDNN, require_device_properties
 
 from flcuda.cudnn import bindings, library
 from flcuda.cudnn import device_properties as module
@@ -24,20 +24,12 @@ ROOT = Path(__file__).parents[2]
 STEMS = (*profiles(), "h200.cudnn-9.19", "h200.cudnn-9.28")
 
 
-pytestmark = pytest.mark.skipif(
-    not any(place.usable for place in library.search_places()), reason="cuDNN is not installed"
-)
+pytestmark = CUDNN
 
 
 @pytest.fixture(autouse=True, scope="module")
 def needed() -> None:
-    """Skips where nothing can be planned; a fixture, so that collecting tests loads no library."""
-    try:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        pytest.skip(f"libcuda.so.1 cannot be loaded: {error}")
-    if library.load().version < module.SINCE:
-        pytest.skip(f"cuDNN {library.load().version_text} is older than device properties")
+    require_device_properties()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any
 import graph_cases
 import numpy as np
 import pytest
+from planning import CUDNN, require_libcuda
 
 from flcuda.cudnn import bindings, graph, library, memory
 from flcuda.cudnn.device_properties import DeviceProperties
@@ -28,19 +29,14 @@ from flcuda.errors import CudnnError, CudnnNotSupportedError
 ROOT = Path(__file__).parents[2]
 
 
-def _no_driver() -> str:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return str(error)
-    return ""
+pytestmark = CUDNN
 
 
-NO_DRIVER = _no_driver()
-pytestmark = [
-    pytest.mark.skipif(not any(p.usable for p in library.search_places()), reason="cuDNN is not installed"),
-    pytest.mark.skipif(bool(NO_DRIVER), reason=f"libcuda.so.1 cannot be loaded: {NO_DRIVER}"),
-]
+@pytest.fixture(autouse=True, scope="module")
+def _libcuda() -> None:
+    require_libcuda()
+
+
 # What cuDNN 9.28 has no descriptor for, whatever the tensors are.
 NO_DESCRIPTOR = {f"reduction {mode}" for mode in ("avg", "norm1", "norm2", "mul_no_zeros")}
 # What cuDNN 9.28 has no engine for on an H200, alone as it is here.

@@ -1,6 +1,5 @@
 """The source of the graph API through the real library, on the profile of an H200: no GPU is needed."""
 
-import ctypes
 import json
 import math
 import subprocess
@@ -10,10 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from planning import CUDNN, require_device_properties
 
 from flcuda import device as devices
 from flcuda.cudnn import bindings, library
-from flcuda.cudnn.device_properties import SINCE, DeviceProperties
+from flcuda.cudnn.device_properties import DeviceProperties
 from flcuda.errors import CudnnError, CudnnNotSupportedError
 from flcuda.finder import errata, search
 from flcuda.finder.choice import Choice, Key
@@ -25,9 +25,7 @@ from flcuda.finder.sources.reference import Columns
 from flcuda.finder.sources.staging import split_padding
 from flcuda.finder.store import ChoiceStore
 
-pytestmark = pytest.mark.skipif(
-    not any(place.usable for place in library.search_places()), reason="cuDNN is not installed"
-)
+pytestmark = CUDNN
 
 LINES = [
     "n4 c16 14x14 k32 3x3 p1",
@@ -50,12 +48,7 @@ WORDS = ["float32 nchw", "float32 nhwc", "tf32 nhwc", "float16 nhwc", "float16 n
 
 @pytest.fixture(scope="module")
 def h200():
-    try:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        pytest.skip(f"libcuda.so.1 cannot be loaded: {error}")
-    if library.load().version < SINCE:
-        pytest.skip(f"cuDNN {library.load().version_text} is older than device properties")
+    require_device_properties()
     with DeviceProperties.from_profile("h200") as properties:
         yield properties
 

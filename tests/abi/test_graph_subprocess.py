@@ -1,6 +1,5 @@
 """No question about a graph may end the process: all are asked through the real cuDNN in a process of their own."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -8,34 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from planning import CUDNN, require_device_properties
 
 from flcuda.cudnn import library
-from flcuda.cudnn.device_properties import SINCE, DeviceProperties
+from flcuda.cudnn.device_properties import DeviceProperties
 from flcuda.cudnn.graph import _FATAL_POOLING_BEFORE, Graph
 from flcuda.errors import CudnnNotSupportedError
 
 ROOT = Path(__file__).parents[2]
 
 
-def _no_driver() -> str:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-NO_DRIVER = _no_driver()
-pytestmark = [
-    pytest.mark.skipif(not any(p.usable for p in library.search_places()), reason="cuDNN is not installed"),
-    pytest.mark.skipif(bool(NO_DRIVER), reason=f"libcuda.so.1 cannot be loaded: {NO_DRIVER}"),
-]
+pytestmark = CUDNN
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _device_properties() -> None:
-    if library.load().version < SINCE:
-        pytest.skip(f"cuDNN {library.load().version_text} is older than device properties")
+    require_device_properties()
 
 
 @pytest.fixture

@@ -1,20 +1,17 @@
 """What cuDNN has for traced functions, forward and backward, on the profile of an H200: no GPU is needed."""
 
-import ctypes
 import json
 
 import pytest
+from planning import CUDNN, require_device_properties
 
 import flcuda
 from flcuda import device as devices
 from flcuda.cudnn import library
-from flcuda.cudnn.device_properties import SINCE
 from flcuda.finder import ConvolutionProblem
 from flcuda.finder.graph_problem import GraphProblem
 
-pytestmark = pytest.mark.skipif(
-    not any(place.usable for place in library.search_places()), reason="cuDNN is not installed"
-)
+pytestmark = CUDNN
 
 graph = flcuda.graph
 ACTIVATIONS = ("relu", "silu", "gelu", "sigmoid", "tanh")
@@ -23,12 +20,7 @@ SHAPES = ((3, 64, 13, 11), (48, 64, 3, 3), (1, 48, 1, 1))
 
 @pytest.fixture(autouse=True, scope="module")
 def _libcuda():
-    try:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        pytest.skip(f"libcuda.so.1 cannot be loaded: {error}")
-    if library.load().version < SINCE:
-        pytest.skip(f"cuDNN {library.load().version_text} is older than device properties")
+    require_device_properties()
 
 
 def arrays(shapes, dtype, layout="nhwc", gradients=True):

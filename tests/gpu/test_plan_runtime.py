@@ -49,17 +49,6 @@ def right(x: Any, w: Any, y: Any) -> bool:
 # --- the fast path ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def only_fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], None]:
-    def arrange(plan: Plan) -> None:
-        def long_way(*_: Any) -> None:
-            raise AssertionError("the long way was taken")
-
-        monkeypatch.setattr(plan, "_checked", long_way)
-
-    return arrange
-
-
 def test_many_arrays_on_the_fast_path(plan: Plan, only_fast: Callable[[Plan], None]) -> None:
     """More than there are variant packs, in turn, and outputs that the Plan makes."""
     x, w, y = operands()

@@ -149,19 +149,6 @@ def warm(problem: Problem = PROBLEM) -> tuple[Plan, Runs]:
     return result, runner
 
 
-@pytest.fixture
-def only_fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], None]:
-    """Makes a Plan fail where it takes the long way."""
-
-    def arrange(plan: Plan) -> None:
-        def long_way(*_: Any) -> None:
-            raise AssertionError("the long way was taken")
-
-        monkeypatch.setattr(plan, "_checked", long_way)
-
-    return arrange
-
-
 # --- the fast path ----------------------------------------------------------------------------------------------------
 
 
