@@ -27,11 +27,14 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "GraphProblem": ("flcuda.finder", "GraphProblem"),
     "Policy": ("flcuda.finder", "Policy"),
     "Problem": ("flcuda.finder", "Problem"),
+    "compare": ("flcuda.finder", "compare"),
     "find": ("flcuda.finder", "find"),
     "graph": ("flcuda.traced", "graph"),
     "plan": ("flcuda.finder", "plan"),
     "policy": ("flcuda.finder", "policy"),
     "problems": ("flcuda.finder", "problems"),
+    "read_problems": ("flcuda.finder", "read_problems"),
+    "repeat": ("flcuda.finder", "repeat"),
     "source": ("flcuda.finder", "source"),
 }
 

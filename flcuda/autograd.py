@@ -177,16 +177,8 @@ class Function:
         """
         node = cls()
         recording = _recording.get()
-        node.needs_grad = tuple(recording and t is not None and t.requires_grad for t in tensors)
-        out = Tensor(node.forward(*[None if t is None else t.data for t in tensors], **options))
-        if any(node.needs_grad):
-            node.parents = tuple(
-                (t._node or t) if needed and t is not None else None
-                for t, needed in zip(tensors, node.needs_grad, strict=True)
-            )
-            out._node = node
-            out.requires_grad = True
-        return out
+        node.needs_grad = tuple([recording and t is not None and t.requires_grad for t in tensors])
+        return result(node.forward(*[None if t is None else t.data for t in tensors], **options), node, *tensors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Array:
         """Computes the result; what backward needs is kept on self."""
@@ -195,6 +187,40 @@ class Function:
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Computes one gradient an input; None where needs_grad is false."""
         raise NotImplementedError
+
+
+def is_recording() -> bool:
+    """Says whether operations are recorded for backward here: not inside ``no_grad``."""
+    return _recording.get()
+
+
+def result(data: Array, node: Function, *tensors: Tensor | None) -> Tensor:
+    """Makes the Tensor of a result, and records the operation if a gradient will be wanted.
+
+    Args:
+        data: the array, of ours.
+        node: the operation, with its ``needs_grad``.
+        *tensors: its inputs.
+
+    Returns:
+        The Tensor.
+    """
+    # Not by __init__, which checks what comes from outside.
+    out = Tensor.__new__(Tensor)
+    out.data = data
+    out.grad = None
+    needs_grad = node.needs_grad
+    if True in needs_grad:
+        parents: list[Function | Tensor | None] = []
+        for t, needed in zip(tensors, needs_grad):  # noqa: B905 -- to say so takes a quarter of the time
+            parents.append((t._node or t) if needed and t is not None else None)
+        node.parents = tuple(parents)
+        out._node = node
+        out.requires_grad = True
+    else:
+        out._node = None
+        out.requires_grad = False
+    return out
 
 
 def _walk(root: Function, grad: Array) -> None:

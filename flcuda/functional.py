@@ -13,7 +13,7 @@ import numpy as np
 
 from flcuda import device as devices
 from flcuda import rng
-from flcuda.autograd import Function, GradTarget, Tensor
+from flcuda.autograd import Function, GradTarget, Tensor, is_recording, result
 from flcuda.device import Array
 from flcuda.ops import batch_norm as batch_norm_ops
 from flcuda.ops import bias as bias_ops
@@ -58,6 +58,30 @@ def _layout(a: Array) -> str:
 class Conv2D(Function):
     """Cross-correlation; see conv2d."""
 
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        convolution: convolution_ops.Convolution,
+        layout: str | None,
+    ) -> Tensor:
+        """Does what ``apply`` does, in half the time: of a small convolution on a GPU the host's part is the whole."""
+        node = cls()
+        recording = is_recording()
+        if bias is None:
+            node.needs_grad = (recording and x.requires_grad, recording and w.requires_grad, False)
+            y = node.forward(x.data, w.data, None, convolution, layout)
+        else:
+            node.needs_grad = (
+                recording and x.requires_grad,
+                recording and w.requires_grad,
+                recording and bias.requires_grad,
+            )
+            y = node.forward(x.data, w.data, bias.data, convolution, layout)
+        return result(y, node, x, w, bias)
+
     def forward(
         self,
         x: Array,
@@ -67,21 +91,14 @@ class Conv2D(Function):
         layout: str | None,
     ) -> Array:
         """Computes y, keeping x for the filter's gradient and w for the data's."""
-        self.convolution = convolution
-        self.x_shape, self.w_shape = x.shape, w.shape
-        if self.needs_grad[0]:
+        if self.needs_grad[0] or self.needs_grad[1]:
+            self.convolution = convolution
+            # The filter's gradient needs no more of it than its shape and layout, but filters live on anyway.
             self.w = w
+            self.x_shape = x.shape
         if self.needs_grad[1]:
             self.x = x
-            self.w_layout = _layout(w)
-        out = None
-        if layout is not None and layout != _layout(x):
-            shape = convolution.output_shape(x.shape, w.shape)
-            out = devices.empty(shape, x.dtype, device=devices.device_of(x), layout=layout)
-        y = convolution.forward(x, w, out=out)
-        if bias is not None:
-            bias_ops.bias_forward(y, bias)
-        return y
+        return convolution.forward(x, w, bias=bias, layout=layout)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Computes what is asked of the data's, the filter's and the bias's gradients."""
@@ -89,8 +106,8 @@ class Conv2D(Function):
         if self.needs_grad[0]:
             dx = self.convolution.backward_data(grad, self.w, self.x_shape)
         if self.needs_grad[1]:
-            into = _into(self.targets[1]) or {"layout": self.w_layout}
-            dw = self.convolution.backward_filter(self.x, grad, self.w_shape, **into)
+            into = _into(self.targets[1]) or {"layout": _layout(self.w)}
+            dw = self.convolution.backward_filter(self.x, grad, self.w.shape, **into)
         if self.needs_grad[2]:
             db = bias_ops.bias_backward(grad, **_into(self.targets[2]))
         return dx, dw, db
@@ -133,12 +150,12 @@ def conv2d(
     for name, t in (("x", x), ("w", w)):
         if t.ndim != 4:
             raise ValueError(f"{name}: shape {t.shape} is not of rank 4")
-    return Conv2D.apply(
+    return Conv2D.of(
         x,
         w,
         None if bias is None else as_tensor(bias, "bias"),
-        convolution=convolution_ops.convolution(stride, padding, dilation, groups, math),
-        layout=layout,
+        convolution_ops.convolution(stride, padding, dilation, groups, math),
+        layout,
     )
 
 

@@ -25,6 +25,7 @@ from flcuda import rng
 from flcuda.autograd import Tensor
 from flcuda.device import Array, Device
 from flcuda.functional import IntOrPair, Padding
+from flcuda.ops.convolution import Convolution, convolution
 from flcuda.parameters import (
     Arena,
     BatchNormState,
@@ -221,7 +222,7 @@ class Module:
         Returns:
             The output.
         """
-        return self.forward(F.as_tensor(x))
+        return self.forward(x if isinstance(x, Tensor) else F.as_tensor(x))
 
     # --- what is in it
 
@@ -494,6 +495,8 @@ class Conv2D(Module):
         self.dilation = F.pair("dilation", dilation, least=1)
         self.padding = _padding(padding)
         self.groups = _groups(groups, in_channels, out_channels)
+        # What forward worked out last: from what, the convolution, and whether the input can be taken as it is.
+        self._known: tuple[Any, Any, bool] = (None, None, False)
         w_shape = (out_channels, in_channels // groups, *self.kernel_size)
         self.weight, self.bias = _weight_and_bias(w_shape, out_channels, bias, self.precision, device, seed, init)
 
@@ -506,26 +509,31 @@ class Conv2D(Module):
         Returns:
             (N, out_channels, P, Q) in the layer's precision.
         """
-        padding = self.padding
+        a = x.data
+        precision = self.precision
+        key = (a.shape, a.strides, a.dtype, self.stride, self.padding, self.dilation, self.groups, precision)
+        # Read once, since other threads may call this layer, too.
+        known, geometry, as_it_is = self._known
+        if known != key:
+            geometry = self._geometry(x)
+        if known != key or not as_it_is:
+            entered = precision.enter(x)
+            self._known = (key, geometry, entered is x)
+            x = entered
+        # x of one channel has no layout of its own.
+        return F.Conv2D.of(x, self.weight, self.bias, geometry, precision.layout)
+
+    def _geometry(self, x: Tensor) -> Convolution:
+        """Gives the geometry for an input."""
         if x.ndim != 4:
             raise ValueError(f"x: shape {x.shape} is not (N, C, H, W)")
+        padding = self.padding
         if padding == "same":
             padding = tuple(
                 _same(size, k, s, d)
                 for size, k, s, d in zip(x.shape[2:], self.kernel_size, self.stride, self.dilation, strict=True)
             )
-        return F.conv2d(
-            self.precision.enter(x),
-            self.weight,
-            self.bias,
-            stride=self.stride,
-            padding=padding,
-            dilation=self.dilation,
-            groups=self.groups,
-            math=self.precision.math,
-            # x of one channel has no layout of its own.
-            layout=self.precision.layout,
-        )
+        return convolution(self.stride, padding, self.dilation, self.groups, self.precision.math)
 
 
 class ConvTranspose2D(Module):

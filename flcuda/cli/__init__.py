@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import flcuda
 from flcuda.errors import FlcudaError
 
-_COMMANDS = ("train", "find", "info")
+_COMMANDS = ("train", "find", "choices", "info")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -262,6 +262,7 @@ _ELEMENTS: dict[str, Any] = {
 }
 
 
+@functools.cache
 def attribute_type(name: str) -> str:
     """Gives the type that an attribute's values have.
 
@@ -283,6 +284,7 @@ def attribute_type(name: str) -> str:
     return "INT64"
 
 
+@functools.cache
 def attribute_since(name: str) -> int:
     """Gives the cuDNN version that brought an attribute, as cudnnGetVersion counts.
 
@@ -389,17 +391,14 @@ class Backend:
             CudnnNotSupportedError: the loaded cuDNN is older than the attribute.
             ValueError: there is no such attribute, or a descriptor among the values is not finalized.
         """
-        name, member = _attribute(attribute)
-        kind = kind or attribute_type(name)
-        _require(attribute_since(name), "cudnnBackendSetAttribute", f"attribute {name}")
-        array, count = _elements(name, kind, values)
+        asked = _attribute(attribute, kind)
+        asked.require("cudnnBackendSetAttribute")
+        array, count = _elements(asked.name, asked.kind, values)
         held = self._held
         try:
-            bindings.cudnnBackendSetAttribute(
-                self.descriptor, member, bindings.cudnnBackendAttributeType_t[f"CUDNN_TYPE_{kind}"], count, array
-            )
+            bindings.cudnnBackendSetAttribute(self.descriptor, asked.member, asked.code, count, array)
         except CudnnError as error:
-            error.add_note(f"attribute {name} of a {self.kind} descriptor, set to {_shown(values)}")
+            error.add_note(f"attribute {asked.name} of a {self.kind} descriptor, set to {_shown(values)}")
             raise
         assert held is not None
         for value in values:
@@ -424,11 +423,10 @@ class Backend:
             CudnnNotSupportedError: the loaded cuDNN is older than the attribute.
             ValueError: there is no such attribute.
         """
-        name, member = _attribute(attribute)
-        _require(attribute_since(name), "cudnnBackendGetAttribute", f"attribute {name}")
-        code = bindings.cudnnBackendAttributeType_t[f"CUDNN_TYPE_{kind or attribute_type(name)}"]
+        asked = _attribute(attribute, kind)
+        asked.require("cudnnBackendGetAttribute")
         count = ctypes.c_int64()
-        bindings.cudnnBackendGetAttribute(self.descriptor, member, code, 0, ctypes.byref(count), None)
+        bindings.cudnnBackendGetAttribute(self.descriptor, asked.member, asked.code, 0, ctypes.byref(count), None)
         return count.value
 
     def get(self, attribute: str, *, limit: int | None = None, room: int | None = None, kind: str = "") -> list[Any]:
@@ -448,23 +446,22 @@ class Backend:
             CudnnNotSupportedError: the loaded cuDNN is older than the attribute.
             ValueError: there is no such attribute.
         """
-        name, member = _attribute(attribute)
-        kind = kind or attribute_type(name)
+        asked = _attribute(attribute, kind)
         if room is None:
-            room = self.count(name, kind=kind)
+            room = self.count(asked.name, kind=kind)
+        else:
+            asked.require("cudnnBackendGetAttribute")
         if limit is not None:
             room = min(room, limit)
         if room <= 0:
             return []
-        code = bindings.cudnnBackendAttributeType_t[f"CUDNN_TYPE_{kind}"]
         count = ctypes.c_int64()
         owners = []
-        element = _ELEMENTS.get(kind, ctypes.c_int)
-        array = (element * room)()
-        if kind == "BACKEND_DESCRIPTOR":
-            owners = [Backend(_CONTENT_KINDS[name]) for _ in range(room)]
-            array = (element * room)(*(owner.descriptor for owner in owners))
-        bindings.cudnnBackendGetAttribute(self.descriptor, member, code, room, ctypes.byref(count), array)
+        array = (asked.element * room)()
+        if asked.kind == "BACKEND_DESCRIPTOR":
+            owners = [Backend(_CONTENT_KINDS[asked.name]) for _ in range(room)]
+            array = (asked.element * room)(*(owner.descriptor for owner in owners))
+        bindings.cudnnBackendGetAttribute(self.descriptor, asked.member, asked.code, room, ctypes.byref(count), array)
         delivered = min(room, count.value)
         if owners:
             for owner in owners[:delivered]:
@@ -472,7 +469,7 @@ class Backend:
                 assert owner._held is not None
                 owner._held.uses.append(self._held)
             return owners[:delivered]
-        if kind == "CHAR":
+        if asked.kind == "CHAR":
             return [bytes(array[:delivered]).rstrip(b"\0")]
         return list(array[:delivered])
 
@@ -489,7 +486,8 @@ class Backend:
         Raises:
             CudnnError: cuDNN refuses it, or delivers nothing.
         """
-        values = self.get(attribute, limit=None if attribute_type(attribute) == "CHAR" else 1, kind=kind)
+        # One value has room for itself: it need not be counted first.
+        values = self.get(attribute, room=None if _attribute(attribute, kind).kind == "CHAR" else 1, kind=kind)
         if not values:
             text = f"cuDNN delivers no {attribute} of this {self.kind} descriptor"
             raise cudnn_error("cudnnBackendGetAttribute", _BAD_PARAM, text, "CUDNN_STATUS_BAD_PARAM")
@@ -535,12 +533,38 @@ class Backend:
         return f"Backend({self.kind!r}, {state})"
 
 
-def _attribute(name: str) -> tuple[str, bindings.cudnnBackendAttributeName_t]:
+class _Attribute(NamedTuple):
+    """What there is to know of an attribute before its values."""
+
+    name: str
+    kind: str
+    member: bindings.cudnnBackendAttributeName_t
+    code: bindings.cudnnBackendAttributeType_t
+    element: Any
+    since: int
+
+    def require(self, function: str) -> None:
+        """Refuses what the loaded cuDNN is too old for."""
+        if libraries.load().version < self.since:
+            _require(self.since, function, f"attribute {self.name}")
+
+
+@functools.cache
+def _attribute(name: str, kind: str = "") -> _Attribute:
     short = name.removeprefix("CUDNN_ATTR_")
     try:
-        return short, bindings.cudnnBackendAttributeName_t[f"CUDNN_ATTR_{short}"]
+        member = bindings.cudnnBackendAttributeName_t[f"CUDNN_ATTR_{short}"]
     except KeyError:
         raise ValueError(f"attribute: {name!r} is no attribute of a backend descriptor") from None
+    kind = kind or attribute_type(short)
+    return _Attribute(
+        name=short,
+        kind=kind,
+        member=member,
+        code=bindings.cudnnBackendAttributeType_t[f"CUDNN_TYPE_{kind}"],
+        element=_ELEMENTS.get(kind, ctypes.c_int),
+        since=attribute_since(short),
+    )
 
 
 def _elements(name: str, kind: str, values: Sequence[Any]) -> tuple[Any, int]:
@@ -2522,12 +2546,28 @@ def _enum_word(kind: type[libraries.CEnum], prefix: str, value: int) -> str:
 
 
 def _notes(engine: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    numerical = engine.get("ENGINE_NUMERICAL_NOTE")
-    behavior = engine.get("ENGINE_BEHAVIOR_NOTE")
+    # There are fewer notes than that; so they need not be counted first.
+    numerical = engine.get("ENGINE_NUMERICAL_NOTE", room=_MOST_NOTES)
+    behavior = engine.get("ENGINE_BEHAVIOR_NOTE", room=_MOST_NOTES)
     return (
         tuple(_enum_word(bindings.cudnnBackendNumericalNote_t, "CUDNN_NUMERICAL_NOTE_", note) for note in numerical),
         tuple(_enum_word(bindings.cudnnBackendBehaviorNote_t, "CUDNN_BEHAVIOR_NOTE_", note) for note in behavior),
     )
+
+
+class _EngineFacts(NamedTuple):
+    """What an engine says of itself for one graph and GPU; for another graph its notes may be others."""
+
+    id: int
+    numerical_notes: tuple[str, ...]
+    behavior_notes: tuple[str, ...]
+    sm_count: int
+    knob_count: int
+
+    @classmethod
+    def read(cls, engine: Backend, index: int) -> Self:
+        """Asks cuDNN."""
+        return cls(index, *_notes(engine), _sm_count(engine), engine.count("ENGINE_KNOB_INFO"))
 
 
 def _knob_word(value: int) -> str:
@@ -2548,8 +2588,6 @@ class Engine:
 
     Attributes:
         id: its number, which means the same kernel family in one cuDNN version only.
-        numerical_notes: words of `NOTES`.
-        behavior_notes: words of `NOTES`.
     """
 
     def __init__(self, graph: "OperationGraph", backend: Backend) -> None:
@@ -2557,13 +2595,26 @@ class Engine:
         self._graph = graph
         self._backend = backend
         self.id = int(backend.get_one("ENGINE_GLOBAL_INDEX"))
-        self.numerical_notes, self.behavior_notes = _notes(backend)
         self._knobs: tuple[Knob, ...] | None = None
 
     @property
     def descriptor(self) -> Any:
         """The raw cudnnBackendDescriptor_t; borrowed."""
         return self._backend.descriptor
+
+    @functools.cached_property
+    def _facts(self) -> _EngineFacts:
+        return _EngineFacts.read(self._backend, self.id)
+
+    @property
+    def numerical_notes(self) -> tuple[str, ...]:
+        """Words of `NOTES`."""
+        return self._facts.numerical_notes
+
+    @property
+    def behavior_notes(self) -> tuple[str, ...]:
+        """Words of `NOTES`."""
+        return self._facts.behavior_notes
 
     @property
     def knobs(self) -> tuple[Knob, ...]:
@@ -2614,7 +2665,7 @@ class Engine:
         if choices:
             backend.set("ENGINECFG_KNOB_CHOICES", *choices)
         backend.finalize(f"engine {self.id} with knobs {dict(knobs or {})}")
-        return EngineConfig(self._graph, backend)
+        return EngineConfig(self._graph, backend, facts=self._facts)
 
     def __repr__(self) -> str:
         return f"Engine({self.id}, knobs={[knob.type for knob in self.knobs]}, notes={list(self.numerical_notes)})"
@@ -2631,26 +2682,42 @@ class EngineConfig:
 
     Attributes:
         engine_id: the engine's number.
-        knobs: the chosen values by the words of `Engine.knobs`; cuDNN chooses what is not there.
         sm_count: how many multiprocessors it may use; 0 for all.
         numerical_notes: words of `NOTES`.
         behavior_notes: words of `NOTES`.
         mode: the heuristic mode that gave it; empty when made by hand.
     """
 
-    def __init__(self, graph: "OperationGraph", backend: Backend, mode: str = "") -> None:
-        """Takes over a finalized configuration; `OperationGraph` and `Engine` make it."""
+    def __init__(
+        self,
+        graph: "OperationGraph",
+        backend: Backend,
+        mode: str = "",
+        *,
+        facts: _EngineFacts | None = None,
+        known: dict[int, _EngineFacts] | None = None,
+    ) -> None:
+        """Takes over a finalized configuration; `OperationGraph` and `Engine` make it.
+
+        Args:
+            graph: the graph that it computes.
+            backend: its descriptor.
+            mode: the heuristic mode that gave it.
+            facts: what its engine says, where that is known.
+            known: where what engines say is kept, by number, for configurations that were asked for together.
+        """
         self._graph = graph
         self._backend = backend
         self.mode = mode
-        engine = backend.get_one("ENGINECFG_ENGINE")
-        self.engine_id = int(engine.get_one("ENGINE_GLOBAL_INDEX"))
-        self.numerical_notes, self.behavior_notes = _notes(engine)
-        self.sm_count = _sm_count(engine)
-        self.knobs = {
-            _knob_word(choice.get_one("KNOB_CHOICE_KNOB_TYPE")): int(choice.get_one("KNOB_CHOICE_KNOB_VALUE"))
-            for choice in backend.get("ENGINECFG_KNOB_CHOICES", room=engine.count("ENGINE_KNOB_INFO"))
-        }
+        if facts is None:
+            engine = backend.get_one("ENGINECFG_ENGINE")
+            index = int(engine.get_one("ENGINE_GLOBAL_INDEX"))
+            known = {} if known is None else known
+            facts = known.get(index) or known.setdefault(index, _EngineFacts.read(engine, index))
+        self.engine_id = facts.id
+        self.numerical_notes, self.behavior_notes = facts.numerical_notes, facts.behavior_notes
+        self.sm_count = facts.sm_count
+        self._knob_count = facts.knob_count
         self._workspace: int | None = None
 
     @property
@@ -2662,6 +2729,14 @@ class EngineConfig:
     def graph(self) -> "OperationGraph":
         """The graph that it computes."""
         return self._graph
+
+    @functools.cached_property
+    def knobs(self) -> dict[str, int]:
+        """The chosen values by the words of `Engine.knobs`; cuDNN chooses what is not there."""
+        return {
+            _knob_word(choice.get_one("KNOB_CHOICE_KNOB_TYPE")): int(choice.get_one("KNOB_CHOICE_KNOB_VALUE"))
+            for choice in self._backend.get("ENGINECFG_KNOB_CHOICES", room=self._knob_count)
+        }
 
     @property
     def key(self) -> tuple[int, tuple[tuple[str, int], ...], int]:
@@ -2721,9 +2796,10 @@ def build_plans(
     device: "DeviceProperties | None" = None,
     threads: int | None = None,
 ) -> list["ExecutionPlan | CudnnError"]:
-    """Builds the plans of several configurations, in threads.
+    """Builds the plans of several configurations: those that need a compiler in threads, the others meanwhile.
 
-    How much that saves depends on the cuDNN and the NVRTC that it compiles with: those of CUDA 12 do most of a
+    A plan that needs none takes cuDNN 0.02 to 0.2 ms, less than a thread costs; a compilation takes some 100 ms. How
+    much threads save depends on the cuDNN and the NVRTC that it compiles with: those of CUDA 12 do most of a
     compilation one at a time in a process (with 9.28, two threads on two cores took 0.75 to 1 of the time of one).
 
     Args:
@@ -2731,7 +2807,7 @@ def build_plans(
         handle: the cuDNN handle of the GPU here; borrowed, and not to be used by others meanwhile. By default each
             configuration's own graph's.
         device: the properties of another GPU; borrowed. By default the graphs' when no handle is given.
-        threads: at most so many; by default one a core that this process may use, up to 16.
+        threads: at most so many beside this one; by default one a core that this process may use, up to 16.
 
     Returns:
         In the order of the configurations, the plan, whose `build_ms` says how long it took beside the others, or the
@@ -2757,10 +2833,13 @@ def build_plans(
             return error
 
     positions = range(len(wanted))
-    if threads == 1 or len(wanted) < 2:
+    slow = [position for position in positions if "runtime_compilation" in wanted[position].behavior_notes]
+    if threads == 1 or not slow or len(wanted) < 2:
         return [build(position) for position in positions]
-    with concurrent.futures.ThreadPoolExecutor(threads, "flcuda-build") as pool:
-        return list(pool.map(build, positions))
+    with concurrent.futures.ThreadPoolExecutor(min(threads, len(slow)), "flcuda-build") as pool:
+        waiting = {position: pool.submit(build, position) for position in slow}
+        built = {position: build(position) for position in positions if position not in waiting}
+        return [built[position] if position in built else waiting[position].result() for position in positions]
 
 
 def _sm_count(engine: Backend) -> int:
@@ -2896,7 +2975,10 @@ class OperationGraph:
         if limit is not None:
             _whole("heuristics", "limit", (limit,), 1)
         backend.finalize(f"heuristics {mode} for {self}")
-        return [EngineConfig(self, found, mode) for found in backend.get("ENGINEHEUR_RESULTS", limit=limit)]
+        delivered = backend.get("ENGINEHEUR_RESULTS", limit=limit)
+        # Without a target of multiprocessors an engine is the same one in each configuration.
+        known: dict[int, _EngineFacts] | None = None if target else {}
+        return [EngineConfig(self, found, mode, known=known) for found in delivered]
 
     def configurations(
         self, device: "DeviceProperties | None" = None, *, sm_count: int | None = None
@@ -3151,6 +3233,7 @@ def _sm(capability: int) -> str:
 _PLAN_KEYS = ("cudnnVersion", "schemaVersion", "operationGraph", "GPUProfile", "engine")
 _PACKS = 64  # variant packs that a plan keeps, of 4 to 10 KB each: more than a program has sets of operands for it
 _BUILD_THREADS = 16
+_MOST_NOTES = 64  # room for more notes than there are
 _OWN_CHOICE = -1  # the value of a knob that is left to cuDNN, also in a plan's JSON
 
 

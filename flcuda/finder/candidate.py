@@ -41,6 +41,7 @@ class Candidate:
         build: makes the Runner for the calling thread and the current device; may raise CudnnNotSupportedError.
         parameters: what else the source needs to restore it, by name; also tells apart candidates of one algo.
         reported_ms: the time that the library itself claims, in milliseconds, if it does.
+        notes: what its library says of it, in words such as "tensor_core", "winograd", "runtime_compilation".
         prepared_ms: host milliseconds of building that the source has spent already, so that `build` need not.
         reason: why it cannot be used; None when it can.
     """
@@ -53,6 +54,7 @@ class Candidate:
     build: Callable[[], Runner] = field(compare=False, repr=False)
     parameters: tuple[tuple[str, int | str], ...] = ()
     reported_ms: float | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
     prepared_ms: float = field(default=0.0, compare=False)
     reason: str | None = field(default=None, compare=False)
 

@@ -5,12 +5,20 @@ these has been a shipped bug of every library of this kind, so the key is made f
 `str(problem)` says everything that the Problem holds, and the file names the key in full; its name is only a digest,
 and whoever reads it compares the key. The mode is in the key because what a heuristic picked is no answer for a caller
 who wants a measured one. Driver and date are recorded and not keyed.
+
+Note [no fsync]: a file is written under another name and renamed, which is whole or not at all for whoever reads it,
+also when the writer is killed. It is not forced to the disk. After a power cut it may be missing, empty or full of
+zeros; that costs a new search and a warning, while an fsync would cost each search milliseconds, on a network folder
+many of them.
 """
 
+import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,9 +34,27 @@ from flcuda.finder.candidate import Candidate
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import Problem
 
-SCHEMA = 1
+SCHEMA = 2
 
 Parameters = tuple[tuple[str, int | str], ...]
+
+
+class SchemaError(ValueError):
+    """What was read is a Choice, of a schema that this version of flcuda does not read.
+
+    Attributes:
+        schema: its number.
+        problem: the line of its Problem.
+    """
+
+    def __init__(self, schema: int, problem: str) -> None:
+        age = "an older" if schema < SCHEMA else "a newer"
+        super().__init__(f"it is of {age} flcuda (schema {schema}, not {SCHEMA})")
+        self.schema = schema
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SchemaError, (self.schema, self.problem)
 
 
 def library_version(device: Device) -> str:
@@ -41,6 +67,20 @@ def library_version(device: Device) -> str:
         return f"numpy {np.__version__}"
     version = library.load().version
     return f"cudnn {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+@functools.lru_cache(maxsize=256)
+def _circumstances(
+    policy: Policy, device: Device, sources: tuple[str, ...]
+) -> tuple[Policy, tuple[tuple[str, int | str], ...], str, tuple[str, ...]]:
+    """Gives the fields of a Key but the Problem. None of them changes while a process runs."""
+    mode = "heuristic" if policy.mode == "heuristic" else "find"
+    return (
+        replace(policy, mode=mode),
+        tuple(sorted(devices.device_model(device).items())),
+        library_version(device),
+        tuple(sorted(sources)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +100,43 @@ class Key:
     device_model: tuple[tuple[str, int | str], ...]
     library_version: str
     sources: tuple[str, ...]
+    # Hashed once: a key is looked up in several dictionaries.
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        parts = (self.problem, self.policy, self.device_model, self.library_version, self.sources)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again when unpickled: another process hashes the same words otherwise.
+        return Key, (self.problem, self.policy, self.device_model, self.library_version, self.sources)
 
     @classmethod
     def of(cls, problem: Problem, policy: Policy, device: Device, sources: tuple[str, ...]) -> Self:
-        """Makes the key of a Problem on a device that is here."""
-        mode = "heuristic" if policy.mode == "heuristic" else "find"
-        return cls(
-            problem=problem,
-            policy=replace(policy, mode=mode),
-            device_model=tuple(sorted(devices.device_model(device).items())),
-            library_version=library_version(device),
-            sources=tuple(sorted(sources)),
-        )
+        """Makes the key of a Problem on a device that is here.
+
+        Args:
+            problem: what is to be computed.
+            policy: under which policy; "pinned" is keyed as "find".
+            device: where; cuDNN is loaded for one of CUDA.
+            sources: names of the sources that are asked, in any order.
+
+        Returns:
+            The key.
+
+        Raises:
+            LibraryNotFoundError: cuDNN is needed and cannot be loaded.
+        """
+        return cls(problem, *_circumstances(policy, device, sources))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the key as JSON values; equal keys give equal text, and different ones different text."""
         return {
             "problem": str(self.problem),
-            "policy": {
-                "mode": self.policy.mode,
-                "deterministic": self.policy.deterministic,
-                "workspace_limit": self.policy.workspace_limit,
-            },
+            "policy": self.policy.to_json(),
             "device_model": dict(self.device_model),
             "library_version": self.library_version,
             "sources": list(self.sources),
@@ -211,15 +266,14 @@ class Choice:
         """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: it is not JSON, of another schema, or not a Choice; the message says which.
+            SchemaError: it is a Choice of another schema.
+            ValueError: it is not JSON or not a Choice; the message says which.
         """
         try:
             value = json.loads(text)
         except RecursionError:
             raise ValueError("nested too deeply") from None
-        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            schema = value.get("schema") if isinstance(value, dict) else None
-            raise ValueError(f"schema {schema!r} is not {SCHEMA}")
+        _check_schema(value)
         try:
             choice = value["choice"]
             return cls(
@@ -240,7 +294,9 @@ class Choice:
     def pin(self, folder: str | os.PathLike[str]) -> Path:
         """Writes the Choice into a folder of choices, which may be committed: a ChoiceStore of that folder returns it.
 
-        The file appears whole or not at all, also when other processes write the same one or this one is killed.
+        The file appears whole or not at all, also when other processes write the same one or this one is killed, which
+        leaves a file whose name `is_unfinished_name` knows. See Note [no fsync]. A link in its place is replaced, not
+        followed.
 
         Args:
             folder: made when it does not exist.
@@ -256,12 +312,42 @@ class Choice:
         # a name of its own for each writer: two that share one could publish a mixture
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
-            temporary.write_text(self.to_json(), encoding="utf-8")
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(self.to_json())
             temporary.replace(path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
         return path
+
+
+_NAME = re.compile(r"[a-z_]+-[0-9a-f]{24}\.json")
+_UNFINISHED_NAME = re.compile(r"\.[a-z_]+-[0-9a-f]{24}\.json\.[0-9]+\.[0-9a-f]{8}\.tmp")
+
+
+def is_file_name(name: str) -> bool:
+    """Says whether a file's name is one that a Key gives."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_unfinished_name(name: str) -> bool:
+    """Says whether a file's name is one that `Choice.pin` gives to what it has not finished writing."""
+    return _UNFINISHED_NAME.fullmatch(name) is not None
+
+
+def _check_schema(value: Any) -> None:
+    """Raises when a JSON value is no Choice of this schema by its outside."""
+    if not isinstance(value, dict):
+        raise ValueError(f"not a Choice: a JSON {type(value).__name__}")
+    schema = value.get("schema")
+    if type(schema) is int and schema == SCHEMA:
+        return
+    key = value.get("key")
+    problem = key.get("problem") if isinstance(key, dict) else None
+    if type(schema) is int and isinstance(problem, str) and isinstance(value.get("choice"), dict):
+        raise SchemaError(schema, problem)
+    raise ValueError(f"not a Choice: its schema is {schema!r}")
 
 
 def _text(value: Any) -> str:

@@ -20,6 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ _INTERNAL = 4
 Solution = tuple[Choice, Candidate]
 
 _get_ident = threading.get_ident
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 # NVTX and the CUDA driver load a profiler's library by the first two; Nsight Systems and Nsight Compute set the others.
 _PROFILED = any(
@@ -64,6 +67,16 @@ def is_refusal(error: BaseException) -> bool:
 def _is_internal(error: BaseException) -> bool:
     """Says whether a library failed within itself: engines that nobody has run here yet may, and others then do."""
     return isinstance(error, CudnnError) and error.status // 1000 == _INTERNAL
+
+
+def callers_level() -> int:
+    """Gives the `stacklevel` with which the function that calls this one warns whoever called flcuda."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 class Plan:
@@ -201,6 +214,27 @@ class Plan:
         """
         try:
             self._runner(*operands)
+        except (CudnnError, MemoryError) as error:
+            self._refused(error, operands)
+        if self._news:
+            self._tell()
+
+    def run_at(self, addresses: tuple[int, ...], operands: tuple[Any, ...]) -> None:
+        """Does what `run` does, on CuPy arrays whose device addresses are known.
+
+        Args:
+            addresses: of the operands.
+            operands: as for `run`.
+
+        Raises:
+            CudnnError, MemoryError: as from `run`.
+        """
+        launch = self._launch
+        try:
+            if launch is None:
+                self._runner(*operands)
+            else:
+                launch(addresses)
         except (CudnnError, MemoryError) as error:
             self._refused(error, operands)
         if self._news:
@@ -414,7 +448,8 @@ class Plan:
             self._remaining = iter(()) if self._others is None else self._others()
         limit = self._runner.workspace
         for choice, candidate in self._remaining:
-            if out_of_memory and candidate.workspace >= limit:
+            # one that takes none ran out of what an engine allocates itself, of which nobody knows how much that is
+            if out_of_memory and candidate.workspace >= limit > 0:
                 continue
             try:
                 runner = candidate.build()
@@ -435,7 +470,7 @@ class Plan:
                 f"{failed.id} ran out of memory or is not supported ({error}); {choice.id} is used instead for "
                 f"{self.problem}",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=callers_level(),
             )
             return
         raise error

@@ -404,7 +404,7 @@ class Problem:
                     bits = _bits(array)
                     array.view(bits)[...] = np.array(math.nan, array.dtype).view(bits)[()]
                 else:
-                    _fill_normal(array, seed, position * _RANDOM_SPACING, target)
+                    fill_normal(array, seed, position * _RANDOM_SPACING, target)
                 if name in self.outputs:
                     results.append(array)
                 else:
@@ -851,8 +851,15 @@ def _normal(seed: int, offset: int, count: int) -> Any:
     return numbers
 
 
-def _fill_normal(array: Any, seed: int, offset: int, device: Device) -> None:
-    """Writes the seed's standard normal numbers from an offset into an array of any strides."""
+def fill_normal(array: Any, seed: int, offset: int, device: Device) -> None:
+    """Writes a seed's standard normal numbers into an array; they repeat after 1,048,573.
+
+    Args:
+        array: of any shape and strides, of a floating-point dtype.
+        seed: of the numbers.
+        offset: position of the first one.
+        device: where the array is.
+    """
     count = min(array.size, _RANDOM_PERIOD)
     if device.kind == "cuda":
         numbers = device.xp.empty(count, array.dtype)

@@ -2,6 +2,10 @@
 
 A search may take a while, and `plan` has nobody to show it to: the logger "flcuda.finder" says at level INFO when one
 begins and what it found.
+
+Note [wide]: with the effort "wide" the sources list every engine, not only those that a heuristic puts first, and a
+search climbs from there: around the leaders it measures what differs from them in one knob, until nothing new leads.
+Engines that no heuristic lists are engines that nobody has vetted for the Problem. So whatever may win is verified.
 """
 
 import copy
@@ -9,13 +13,14 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from flcuda import device as devices
+from flcuda import timing
 from flcuda.device import Device
 from flcuda.errors import NOT_SUPPORTED, CudnnError, CudnnNotSupportedError, FlcudaError
-from flcuda.finder import measure
+from flcuda.finder import measure, ranking
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.graph_problem import GraphProblem
@@ -23,11 +28,17 @@ from flcuda.finder.plan import Plan, Solution, is_refusal
 from flcuda.finder.policy import Policy, current_policy
 from flcuda.finder.problem import Problem
 from flcuda.finder.report import FindReport, Row, labels
-from flcuda.finder.sources import Source, source_named, sources_for
+from flcuda.finder.sources import REWRITES, Source, source_named, sources_for
 from flcuda.finder.store import ChoiceStore, default_store
 from flcuda.finder.verify import Verifier
 
 Progress = Callable[[int, int], None]
+
+ROUNDS = 4
+"""So often at most a wide search looks around its leaders. See Note [wide]."""
+
+LEADERS = 3
+"""So many candidates, the best first, it looks around each time."""
 
 _log = logging.getLogger("flcuda.finder")
 
@@ -44,12 +55,14 @@ def find(
     sources: Sequence[str] | None = None,
     verify: bool | None = None,
     progress: Progress | None = None,
+    store: bool = True,
+    details: bool = True,
 ) -> FindReport:
     """Asks every source for candidates, measures them on scratch arrays and ranks them; stores the best.
 
     Runs on the current stream and takes memory from the current allocator. In the mode "heuristic" nothing is measured
-    or stored, and the rows stand in their sources' order. The best for a GraphProblem is not stored with
-    `verify=False`: `plan` would take it for a verified one.
+    or stored, and the rows stand in their sources' order. What `plan` would verify is not stored with `verify=False`:
+    it would be taken for verified.
 
     Args:
         problem: what is to be computed.
@@ -57,17 +70,20 @@ def find(
         device: a Device, "cuda", "cpu" or None for a GPU if there is one.
         sources: names of the sources to ask; by default all for the device that know this kind of Problem.
         verify: whether the results of every candidate are compared with float64 ones, so that a wrong one is not used;
-            by default those of a GraphProblem are, and those of a convolution are not.
-        progress: called with the number of candidates tried so far and their number.
+            by default those of a GraphProblem are, and those of a convolution where the policy has a `max_error`; with
+            the effort "wide", of whatever may win.
+        progress: called with the number of candidates tried so far and their number, which grows in a wide search.
+        store: whether the best is stored, as the answer for `plan`.
+        details: whether the report has what takes time and ranks nothing: names of kernels, clocks.
 
     Returns:
-        The report; its first row is the best: the one of the least median, or on the CPU, where samples are disturbed,
-        of the smallest sample.
+        The report; its first row is the best by `flcuda.finder.ranking`, or on the CPU, where samples are disturbed, by
+        the smallest sample.
 
     Raises:
         CudnnNotSupportedError: on CUDA, no candidate can be used; the text gives each one's reason.
-        ValueError: the same on the CPU; the mode is "pinned", or "heuristic" and `verify` true; or an argument is
-            invalid.
+        ValueError: the same on the CPU; the mode is "pinned", or "heuristic" and `verify` true; `verify` is False and
+            the policy has a `max_error`; or an argument is invalid.
         DeviceNotFoundError: the device is not here.
         FlcudaError: a CUDA graph is being captured.
         MemoryError: memory does not suffice for the arrays of a search; the Problem is in a note.
@@ -77,12 +93,14 @@ def find(
         raise ValueError("policy.mode 'pinned' takes stored choices only, there is nothing to find; use flcuda.plan")
     if verify and policy.mode == "heuristic":
         raise ValueError("verify is True and policy.mode 'heuristic', in which nothing is run; use the mode 'find'")
+    if verify is False and policy.max_error is not None:
+        raise ValueError(f"verify is False, and policy.max_error {policy.max_error} needs every candidate's error")
     place, asked = _resolve(problem, device, sources)
     with _searching, place.use():
         key = Key.of(problem, policy, place, tuple(source.name for source in asked))
-        verified = _verifies(problem) if verify is None else verify
-        report = _search(key, place, asked, progress, verify=verified)
-        if policy.mode == "find" and (verified or not _verifies(problem)):
+        verified = _verifies(key) if verify is None else verify
+        report = _search(key, place, asked, progress, verify=verified, details=details)
+        if store and policy.mode == "find" and (verified or not _verifies(key)):
             default_store().put(report.best)
         return report
 
@@ -128,7 +146,7 @@ def plan(problem: Problem, *, policy: Policy | None = None, device: str | Device
                 return _first_that_builds(key, place, asked, store)
             report = None
             try:
-                report = _search(key, place, asked, None, verify=_verifies(problem))
+                report = _search(key, place, asked, None, verify=_verifies(key), details=False)
             except MemoryError as error:
                 warnings.warn(
                     f"memory does not suffice to search for {problem} ({error}); the first candidate that runs is used",
@@ -244,10 +262,10 @@ def _unmeasured(
 
     def others() -> Iterator[Solution]:
         right: Callable[[Candidate], bool] | None = None
-        for candidate in _candidates(_heuristic(key), device, asked):
+        for candidate in _offered(_heuristic(key), device, asked):
             if candidate.reason is not None or candidate.identity in tried:
                 continue
-            if _verifies(key.problem) and key.policy.mode != "heuristic":
+            if _verifies(key) and key.policy.mode != "heuristic":
                 try:
                     right = right or _judge(key, device)
                     if not right(candidate):
@@ -270,17 +288,25 @@ def _judge(key: Key, device: Device) -> Callable[[Candidate], bool]:
             found = verifier.check(candidate.build(), deterministic=key.policy.deterministic)
         except CudnnError:
             return False
-        return found.reason is None and found.repeats is not False
+        limit = devices.workspace_limit(device)
+        return found.reason is None and ranking.refusal(candidate, found, key.policy, limit) is None
 
     return right
 
 
 def _first_that_builds(key: Key, device: Device, asked: tuple[Source, ...], store: ChoiceStore) -> Plan:
-    """Makes the Plan of the first candidate that builds; the others follow when it does not run."""
-    rows = _unmeasured_rows(key, device, asked)
-    usable = iter([(row.choice, row.candidate) for row in rows if row.reason is None])
-    reasons = [f"{row.label}: {row.reason}" for row in rows if row.reason is not None]
-    for choice, candidate in usable:
+    """Makes the Plan of the first candidate that builds; the others follow when it does not run.
+
+    A source is asked only when those before it had nothing.
+    """
+    reasons = []
+    refused = []
+    candidates = _offered(key, device, asked)
+    for candidate in candidates:
+        if candidate.reason is not None:
+            reasons.append(f"{candidate.id}: {candidate.reason}")
+            refused.append(candidate)
+            continue
         try:
             runner = candidate.build()
         except (CudnnError, MemoryError) as error:
@@ -289,25 +315,31 @@ def _first_that_builds(key: Key, device: Device, asked: tuple[Source, ...], stor
                 raise
             reasons.append(f"{candidate.id}: {error}")
             continue
-        return Plan(choice, device, runner, others=lambda: usable, ran=_keeper(store, key))
-    raise _nothing_usable(key, device, "; ".join(reasons), rows)
+        others = _solutions(key, candidates)
+        return Plan(Choice.of(key, candidate), device, runner, others=others.__iter__, ran=_keeper(store, key))
+    raise _nothing_usable(key, device, "; ".join(dict.fromkeys(reasons)), refused)
 
 
-def _nothing_usable(key: Key, device: Device, reasons: str, rows: Sequence[Row] = ()) -> FlcudaError | ValueError:
+def _solutions(key: Key, candidates: Iterator[Candidate]) -> Iterator[Solution]:
+    for candidate in candidates:
+        if candidate.reason is None:
+            yield Choice.of(key, candidate), candidate
+
+
+def _nothing_usable(
+    key: Key, device: Device, reasons: str, candidates: Sequence[Candidate] = ()
+) -> FlcudaError | ValueError:
     text = f"no candidate can be used for {key.problem} under {key.policy}: {reasons or 'there is none'}"
-    if key.problem.math == "fma" and any(row.candidate.math == "tensor_op" for row in rows):
+    if key.problem.math == "fma" and any(candidate.math == "tensor_op" for candidate in candidates):
         text += "; those that use tensor cores need a Problem of math 'tensor_op' (TF32 on float32 operands)"
     if device.kind == "cpu":
         return ValueError(text)
     return CudnnNotSupportedError("flcuda.find", NOT_SUPPORTED, text, "CUDNN_STATUS_NOT_SUPPORTED")
 
 
-def _candidates(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Candidate]:
-    """Asks the sources; what the policy forbids gets a reason."""
-    limit = key.policy.workspace_limit
-    if limit is None:
-        limit = devices.workspace_limit(device)
-    found = []
+def _offered(key: Key, device: Device, asked: tuple[Source, ...]) -> Iterator[Candidate]:
+    """Asks the sources one after the other; what the policy forbids gets a reason."""
+    limit = devices.workspace_limit(device)
     for source in _in_order(key, asked):
         offered: list[Candidate] = []
         try:
@@ -315,23 +347,26 @@ def _candidates(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Can
         except CudnnNotSupportedError as error:
             offered.append(_refused(source, key.problem, error))
         for candidate in offered:
-            reason = candidate.reason
-            if reason is None and key.policy.deterministic and not candidate.deterministic:
-                reason = "not deterministic"
-            if reason is None and candidate.workspace > limit:
-                reason = f"workspace of {candidate.workspace} bytes is above the limit of {limit}"
-            found.append(candidate if reason == candidate.reason else replace(candidate, reason=reason))
-    return found
+            yield _judged(candidate, key, limit)
+
+
+def _judged(candidate: Candidate, key: Key, limit: int) -> Candidate:
+    """Gives a candidate, with a reason when the policy forbids it."""
+    reason = candidate.reason or ranking.refusal(candidate, None, key.policy, limit)
+    return candidate if reason == candidate.reason else replace(candidate, reason=reason)
 
 
 def _in_order(key: Key, asked: tuple[Source, ...]) -> list[Source]:
     """Gives the sources in the order of the rows, which decides where nothing is measured.
 
     Over the convolutions of ResNet-34 on an H200, cuDNN's legacy algorithms take 42 ms in strict float32 and its graph
-    API 56, in float16 they take 13 and the graph API 6. So without tensor cores the graph API comes last.
+    API 56, in float16 they take 13 and the graph API 6. So without tensor cores the graph API comes after them. Last
+    come those that rewrite a Problem: whether that pays, only a measurement says.
     """
-    last = "graph" if key.policy.mode == "heuristic" and key.problem.math == "fma" else None
-    return sorted(asked, key=lambda source: source.name == last)
+    if key.policy.mode != "heuristic":
+        return list(asked)
+    later = "graph" if key.problem.math == "fma" else None
+    return sorted(asked, key=lambda source: (source.name in REWRITES, source.name == later))
 
 
 def _refused(source: Source, problem: Problem, error: CudnnNotSupportedError) -> Candidate:
@@ -355,7 +390,7 @@ def _refused(source: Source, problem: Problem, error: CudnnNotSupportedError) ->
 
 
 def _unmeasured_rows(key: Key, device: Device, asked: tuple[Source, ...]) -> list[Row]:
-    candidates = _candidates(key, device, asked)
+    candidates = list(_offered(key, device, asked))
     rows = [
         Row(label=label, candidate=candidate, choice=Choice.of(key, candidate), device=device, reason=candidate.reason)
         for label, candidate in zip(labels(candidates), candidates, strict=True)
@@ -363,15 +398,22 @@ def _unmeasured_rows(key: Key, device: Device, asked: tuple[Source, ...]) -> lis
     return sorted(rows, key=lambda row: row.reason is not None)
 
 
-def _verifies(problem: Problem) -> bool:
+def _verifies(key: Key) -> bool:
     """Says whether results are verified where nobody says otherwise, so that a stored choice counts as verified."""
-    return isinstance(problem, GraphProblem)
+    policy = key.policy
+    return isinstance(key.problem, GraphProblem) or policy.max_error is not None or policy.effort == "wide"
 
 
 def _search(
-    key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, *, verify: bool
+    key: Key,
+    device: Device,
+    asked: tuple[Source, ...],
+    progress: Progress | None,
+    *,
+    verify: bool,
+    details: bool,
 ) -> FindReport:
-    """Makes the report for a key, or raises when nothing is usable."""
+    """Makes the report for a key, or raises when nothing is usable; the details are what only a reader wants."""
     if devices.is_capturing():
         raise FlcudaError(f"nothing can be searched for {key.problem} while a CUDA graph is captured")
     measured = key.policy.mode != "heuristic"
@@ -379,40 +421,85 @@ def _search(
     if measured:
         _log.info("searching for %s on %s", key.problem, device)
         try:
-            rows = _measured_rows(key, device, asked, progress, verify)
+            rows, seconds = _measured_rows(key, device, asked, progress, verify, details)
         except (CudnnError, MemoryError) as error:
             error.add_note(f"problem: {key.problem}")
             raise
     else:
-        rows = _unmeasured_rows(key, device, asked)
-    report = FindReport(key, device, rows)
+        rows, seconds = _unmeasured_rows(key, device, asked), {}
+    seconds["search"] = time.perf_counter() - start
+    clocks = timing.clocks(device) if measured and details else None
+    report = FindReport(key, device, rows, clocks=clocks, seconds=seconds)
     if not report.usable:
-        raise _nothing_usable(key, device, report.reasons, rows)
+        raise _nothing_usable(key, device, report.reasons, [row.candidate for row in rows])
     if measured:
-        _log.info("found %s for %s in %.2f s", report.best.id, key.problem, time.perf_counter() - start)
+        _log.info("found %s for %s in %.2f s", report.best.id, key.problem, seconds["search"])
     return report
 
 
 def _measured_rows(
-    key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, verify: bool
-) -> list[Row]:
-    candidates = _candidates(key, device, asked)
-    problem = key.problem
-    arrays = measure.with_memory(lambda: problem.random_arrays(device=device), device)
-    inputs = tuple(arrays[name] for name in problem.inputs)
-    outputs = arrays["out"] if isinstance(arrays["out"], tuple) else (arrays["out"],)
+    key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, verify: bool, details: bool
+) -> tuple[list[Row], dict[str, float]]:
+    """Measures the candidates; gives the rows, and the seconds of asking the sources and of measuring."""
+    start = time.perf_counter()
+    problem, policy = key.problem, key.policy
+    candidates = list(_offered(key, device, asked))
+    asked_s = time.perf_counter() - start
+    sets = measure.with_memory(lambda: measure.operand_sets(problem, device, policy), device)
     verifier = None
     if verify and any(candidate.reason is None for candidate in candidates):
+        inputs = sets[0][: len(problem.inputs)]
         verifier = measure.with_memory(lambda: Verifier(problem, inputs, device), device)
-    measured = measure.measure(
-        _announced(candidates, progress),
-        (*inputs, *outputs),
-        device,
-        verifier,
-        deterministic=key.policy.deterministic,
-    )
-    names = dict(zip((id(candidate) for candidate in candidates), labels(candidates), strict=True))
-    rows = [
+    limit = devices.workspace_limit(device)
+
+    def run(some: Sequence[Candidate], known: Sequence[measure.Measurement]) -> list[measure.Measurement]:
+        announced = _announced(some, progress, len(candidates))
+        return measure.measure(
+            announced, sets, device, policy, verifier, workspace_limit=limit, kernels=details, known=known
+        )
+
+    measured = run(candidates, ())
+    if policy.effort == "wide":
+        around: set[object] = set()
+        for _ in range(ROUNDS):
+            fresh = [_judged(each, key, limit) for each in _neighbours(key, device, asked, measured, around)]
+            if not fresh:
+                break
+            candidates += fresh
+            measured = run(fresh, measured)
+    rows = _rows(key, device, candidates, measured)
+    _warn_of_workspace(key, rows)
+    return rows, {"sources": asked_s, "measure": time.perf_counter() - start - asked_s}
+
+
+def _neighbours(
+    key: Key,
+    device: Device,
+    asked: tuple[Source, ...],
+    measured: Sequence[measure.Measurement],
+    around: set[object],
+) -> list[Candidate]:
+    """Gives what lies around the leaders and is new; notes in `around` whose neighbours have been asked for."""
+    known = {each.candidate.identity for each in measured}
+    by_name = {source.name: source for source in asked}
+    found: dict[object, Candidate] = {}
+    leaders = [each.candidate for each in measured if each.reason is None and each.timing is not None]
+    for leader in leaders[:LEADERS]:
+        look = getattr(by_name[leader.source], "around", None)
+        if look is None or leader.identity in around:
+            continue
+        around.add(leader.identity)
+        for candidate in look(key.problem, leader, key.policy, device):
+            if candidate.identity not in known:
+                found.setdefault(candidate.identity, candidate)
+    return list(found.values())
+
+
+def _rows(
+    key: Key, device: Device, candidates: Sequence[Candidate], measured: Sequence[measure.Measurement]
+) -> list[Row]:
+    names = dict(zip((id(candidate) for candidate in candidates), labels(list(candidates)), strict=True))
+    return [
         Row(
             label=names[id(each.candidate)],
             candidate=_as_seen(each),
@@ -428,12 +515,11 @@ def _measured_rows(
             first_run_ms=each.first_run_ms,
             reason=each.reason,
             verification=each.verification,
+            kernels=each.kernels,
             runner=each.runner,
         )
         for each in measured
     ]
-    _warn_of_workspace(key, rows)
-    return rows
 
 
 def _as_seen(measured: measure.Measurement) -> Candidate:
@@ -444,15 +530,15 @@ def _as_seen(measured: measure.Measurement) -> Candidate:
     return replace(measured.candidate, deterministic=False)
 
 
-def _announced(candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Candidate]:
-    """Yields the candidates, telling `progress` of each one that is taken."""
-    candidates = list(candidates)
+def _announced(candidates: Sequence[Candidate], progress: Progress | None, total: int) -> Iterator[Candidate]:
+    """Yields the last candidates of a total, telling `progress` of each one that is taken."""
+    start = total - len(candidates)
     for index, candidate in enumerate(candidates):
         if progress is not None:
-            progress(index, len(candidates))
+            progress(start + index, total)
         yield candidate
     if progress is not None:
-        progress(len(candidates), len(candidates))
+        progress(total, total)
 
 
 def _warn_of_workspace(key: Key, rows: list[Row]) -> None:

@@ -2,9 +2,14 @@
 
 What is expected and how far off it may be is a matter of `flcuda.finder.expectation`. Everything runs on the device of
 the arrays, by element-wise operations and sums.
+
+Note [guards]: each output lies between two bands of a pattern, and so does whatever a run allocates, its workspace
+among it: a candidate that writes outside of what it was given is not used, however right its results are.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,7 +22,7 @@ from flcuda.finder.expectation import STORED, UNITS, Evaluator, wide
 from flcuda.finder.problem import OPERAND_DTYPES, Problem
 
 GUARD = 256
-"""Bytes of pattern in front of and behind each output."""
+"""Bytes of pattern in front of and behind each output and each allocation of a run. See Note [guards]."""
 
 _PATTERN = 0xA5
 _ALIGNED = 256
@@ -39,12 +44,15 @@ class Verification:
         repeats: whether a second run gave the same bits; None where that was not promised.
         reason: what is wrong with the results, in words; None when nothing is. Other bits in a second run, each result
             within its bound, are no wrong results.
+        relative: the largest error of any sampled element, as a share of the root mean square of what the sampled
+            elements of its output should be: what `Policy.max_error` limits.
     """
 
     error: float
     bound: float
     repeats: bool | None
     reason: str | None
+    relative: float = 0.0
 
 
 class Verifier:
@@ -64,6 +72,7 @@ class Verifier:
         self, problem: Problem, inputs: tuple[Any, ...], device: Device, *, samples: int = 256, seed: int = 0
     ) -> None:
         self._inputs = tuple(inputs)
+        self._device = device
         evaluator = Evaluator(problem, self._inputs, device)
         rng = np.random.default_rng(seed)
         with np.errstate(all="ignore"):
@@ -80,12 +89,13 @@ class Verifier:
             What was found. Exceptions of the runner go through.
         """
         arrays = [output.prepared() for output in self._outputs]
-        runner(*self._inputs, *arrays)
+        reasons = self._run(runner, arrays)
         worst = (0.0, 1.0)
-        reasons = []
+        relative = 0.0
         for output in self._outputs:
-            error, bound, found = output.examined()
+            error, bound, share, found = output.examined()
             reasons += found
+            relative = max(relative, share)
             if error * worst[1] > worst[0] * bound or math.isinf(error):
                 worst = (error, bound)
         repeats = None
@@ -93,12 +103,42 @@ class Verifier:
             before = [output.bits.copy() for output in self._outputs]
             for output in self._outputs:
                 output.prepared()
-            runner(*self._inputs, *arrays)
+            reasons += self._run(runner, arrays)
             pairs = zip(before, self._outputs, strict=True)
             repeats = not any(bool((old != output.bits).any()) for old, output in pairs)
         for output in self._outputs:
             reasons += output.overwritten()
-        return Verification(worst[0], worst[1], repeats, "; ".join(dict.fromkeys(reasons)) or None)
+        return Verification(worst[0], worst[1], repeats, "; ".join(dict.fromkeys(reasons)) or None, relative)
+
+    def _run(self, runner: Runner, arrays: list[Any]) -> list[str]:
+        """Runs a candidate; says what it has written beside its allocations."""
+        if self._device.kind == "cpu":
+            runner(*self._inputs, *arrays)
+            return []
+        with _guarded(self._device.xp) as bands:
+            runner(*self._inputs, *arrays)
+        changed = sum(int((band != _PATTERN).sum()) for band in bands)
+        return [f"workspace: {changed} bytes around it were written"] if changed else []
+
+
+@contextlib.contextmanager
+def _guarded(cupy: Any) -> Iterator[list[Any]]:
+    """Lets allocations of the current allocator lie between bands of the pattern; yields the bands, which are kept."""
+    allocate = cupy.cuda.get_allocator()
+    bands: list[Any] = []
+
+    def guarded(size: int) -> Any:
+        if size == 0:
+            return allocate(size)
+        memory = allocate(size + 2 * GUARD)
+        for start in (0, GUARD + size):
+            band = cupy.ndarray((GUARD,), np.uint8, memory + start)
+            band.fill(_PATTERN)
+            bands.append(band)
+        return memory + GUARD
+
+    with cupy.cuda.using_allocator(guarded):
+        yield bands
 
 
 def _address(array: Any) -> int:
@@ -168,8 +208,8 @@ class _Output:
             self.bits[...] = self._preset
         return self._array
 
-    def examined(self) -> tuple[float, float, list[str]]:
-        """Compares the sampled places: error and bound of the worst, and what is wrong."""
+    def examined(self) -> tuple[float, float, float, list[str]]:
+        """Compares the sampled places: error and bound of the worst, `Verification.relative`, and what is wrong."""
         xp = self._xp
         reasons = []
         if self._preset is None and self._dtype.kind not in "iu":
@@ -191,6 +231,8 @@ class _Output:
             error = xp.where(same, 0.0, xp.where(xp.isnan(error), math.inf, error))
             bound = xp.where(xp.isnan(bound), math.inf, bound)
             error = xp.where(xp.isinf(bound), 0.0, error)
+            finite = xp.where(xp.isfinite(wanted), wanted, 0.0)
+            largest_error, size = float(error.max()), math.sqrt(float((finite * finite).mean()))
             ratio = error / xp.maximum(bound, float(np.finfo(np.float64).tiny))
         at = int(ratio.argmax())
         worst, limit = float(error[at]), float(bound[at])
@@ -201,7 +243,8 @@ class _Output:
                 f"{self.name} at {place} is {float(found[at]):.9g}, not {float(wanted[at]):.9g} (error {worst:.3g}, "
                 f"bound {limit:.3g}; {wrong} of {len(self._places)} places are wrong)"
             )
-        return worst, max(limit, float(np.finfo(np.float64).tiny)), reasons
+        relative = 0.0 if largest_error == 0 else largest_error / size if size > 0 else math.inf
+        return worst, max(limit, float(np.finfo(np.float64).tiny)), relative, reasons
 
     def _rounding(self, wanted: Any) -> Any:
         if self._dtype.kind in "iu":

@@ -1,74 +1,301 @@
 """Convolution on arrays, in three directions, by the plan that the finder chose for exactly these arrays.
 
-Note [hit]: a layer calls with the same kind of arrays thousands of times. Each thread keeps a bounded dict from what
-can be read off the arrays at once (device, shape, strides, dtype, address modulo 16, policy) to what was worked out for
-the first call. On a hit nothing is built or checked: the output is allocated where none is given, and the plan runs.
+Note [hit]: a layer calls with the same kind of arrays thousands of times. Each thread keeps what was worked out for the
+first call of a kind, by what can be read off the arrays at once (device, shape, strides, dtype, address modulo 16) and
+the policy. On a hit nothing is built or checked: the output is allocated where none is given, and the plan runs.
+
+Reading all that off three arrays takes longer than allocating one. But one of the three is the same array from step to
+step: the filter, or the place where its gradient is written. So a second table leads from that array, told by a weak
+reference, and the shape of the first other one, to the last such call, and only the others are read. Of the array
+itself the shape is compared, since CuPy lets nothing else of an array be set (Note [same arrays] of
+flcuda.finder.plan). It is for CuPy arrays only.
+
+Note [bounds]: plans hold memory of the host. Bounded are those of a thread, those of all threads together, and those of
+one layer in a thread, so that a layer whose input is different in every batch does not push out all others. The oldest
+go first, of the thread that has most; a thread's go when it ends. None goes while a CUDA graph is captured, since what
+the driver does for that may not be done then.
+
+Note [variable shapes]: a search pays when what it found is used often. A layer that has been searched for `SEARCHED`
+shapes of its input is one whose shapes vary, and further ones get what the heuristic says, after one warning. What is
+stored is used as before. A layer is its geometry, the filter's shape, dtype, device and policy: layers that agree in
+these count as one, because their searches are the same.
 """
 
 import functools
 import threading
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from flcuda import device as devices
 from flcuda import finder
-from flcuda.finder.policy import current_policy
+from flcuda.device import Device
+from flcuda.finder.plan import callers_level
+from flcuda.finder.policy import Policy, current_policy
 from flcuda.finder.problem import ConvolutionProblem, default_math, is_broadcast, output_shape, padding_pair
+from flcuda.finder.sources import sources_for
+from flcuda.kernel_loader import BLOCK, SUFFIXES, load_module
+from flcuda.ops import bias as bias_ops
 
 Array = Any
 
 REMEMBERED = 1024
-"""How many kinds of calls a thread remembers; the oldest goes first."""
+"""How many kinds of calls a thread remembers: more than twice those of a ResNet-152 in training."""
+
+REMEMBERED_BY_LAYER = 256
+"""How many of them may be of one layer and direction."""
+
+REMEMBERED_BY_ALL = 4096
+"""How many all threads remember together."""
+
+SEARCHED = 16
+"""For so many shapes of its input a layer is searched: more than training, evaluation and their last batches have, or
+a few sizes of images; at a tenth of a second each, a network of 50 layers has then spent minutes."""
+
+LAYERS = 4096
+"""For so many layers it is counted how often they were searched."""
 
 _NO_ARRAY = (None,)
+_BIAS_BLOCKS = 65535
 
 
-class _Remembered(threading.local):
-    """The dict of Note [hit]; plans belong to a thread."""
+class _Calls:
+    """What one thread remembers. See Note [hit].
+
+    Attributes:
+        calls: by all that tells a call from another.
+        layers: for each layer and direction the keys of its calls, oldest first.
+        forward: for each filter, by its id, and shape of x the last call of the forward pass.
+        backward_data: for each filter and shape of dy likewise.
+        backward_filter: for each place of a gradient and shape of x; the first for writing, the second for adding.
+        kind: the class of CuPy's arrays; None where there is nothing in these three.
+    """
+
+    __slots__ = ("__weakref__", "backward_data", "backward_filter", "calls", "forward", "kind", "layers")
 
     def __init__(self) -> None:
         self.calls: dict[Any, _Call] = {}
+        self.layers: dict[Any, dict[Any, None]] = {}
+        self.forward: _Hits = {}
+        self.backward_data: _Hits = {}
+        self.backward_filter: tuple[_Hits, _Hits] = ({}, {})
+        self.kind: Any = None
+
+    def keep(self, key: Any, call: "_Call") -> None:
+        """Remembers a call, and forgets others for it. See Note [bounds]."""
+        with _changing:
+            self.calls[key] = call
+            keys = self.layers.setdefault(call.layer, {})
+            keys[key] = None
+            if devices.is_capturing():
+                return
+            while len(keys) > REMEMBERED_BY_LAYER:
+                self._forget(next(iter(keys)))
+            while len(self.calls) > REMEMBERED:
+                self._forget(next(iter(self.calls)))
+            kept = list(_threads)
+            for _ in range(sum(len(each.calls) for each in kept) - REMEMBERED_BY_ALL):
+                most = max(kept, key=lambda each: len(each.calls))
+                most._forget(next(iter(most.calls)))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with _changing:
+            for key in list(self.calls):
+                self._forget(key)
+
+    def _forget(self, key: Any) -> None:
+        layer = self.calls.pop(key).layer
+        keys = self.layers[layer]
+        del keys[key]
+        if not keys:
+            del self.layers[layer]
+        # They hold calls, too. Those that are still remembered come back with their next call.
+        for hits in (self.forward, self.backward_data, *self.backward_filter):
+            hits.clear()
 
 
+class _Remembered(threading.local):
+    """The calls of this thread, which go when it ends."""
+
+    def __init__(self) -> None:
+        self.mine = _Calls()
+        with _changing:
+            _threads.add(self.mine)
+
+
+_changing = threading.RLock()
+_threads: "weakref.WeakSet[_Calls]" = weakref.WeakSet()
 _remembered = _Remembered()
 
 
-@dataclass(frozen=True, slots=True)
 class _Call:
     """What the first call of a kind worked out: see Note [hit].
 
     Attributes:
+        layer: what it is counted with; see Note [bounds].
         plan: what to run.
         copy_first: the first input is a broadcast array and is copied before each run.
         copy_second: the same of the second.
-        out_memory: shape of a new output as it lies in memory.
-        out_axes: the axes that turn it into the logical shape; None where they are the same.
-        out_dtype: dtype of a new output.
-        xp: numpy or cupy.
+        out_shape: shape of the output.
+        new: makes a new output, on the current device.
+        device: where it runs.
+        current: gives the number of the current CUDA device.
+        hit: of the last array that had this call. See Note [hit].
     """
 
-    plan: finder.Plan
-    copy_first: bool
-    copy_second: bool
-    out_memory: tuple[int, ...]
-    out_axes: tuple[int, ...] | None
-    out_dtype: Any
-    xp: Any
+    __slots__ = ("copy_first", "copy_second", "current", "device", "hit", "layer", "new", "out_shape", "plan")
+
+    def __init__(
+        self,
+        layer: Any,
+        plan: finder.Plan,
+        copy_first: bool,
+        copy_second: bool,
+        out_shape: tuple[int, ...],
+        new: Callable[[], Array],
+        device: Device,
+    ) -> None:
+        self.layer = layer
+        self.plan = plan
+        self.copy_first = copy_first
+        self.copy_second = copy_second
+        self.out_shape = out_shape
+        self.new = new
+        self.device = device
+        self.current: Callable[[], int] | None = None if device.kind == "cpu" else device.xp.cuda.runtime.getDevice
+        self.hit: _Hit | None = None
 
     def run(self, first: Array, second: Array, out: Array | None) -> Array:
+        if self.current is not None and self.current() != self.device.index:
+            with self.device.use():
+                return self.run(first, second, out)
         if self.copy_first:
             first = first.copy()
         if self.copy_second:
             second = second.copy()
         if out is None:
-            out = self.xp.empty(self.out_memory, self.out_dtype)
-            if self.out_axes is not None:
-                out = out.transpose(self.out_axes)
+            out = self.new()
         self.plan.run(first, second, out)
         return out
+
+
+class _Hit:
+    """The last call with an array that stays the same, the kept one. See Note [hit].
+
+    Its fields are what such a call must agree in, and what it then needs. Those of the second array that is read are
+    those of the first where there is none.
+    """
+
+    __slots__ = (
+        "add_bias",
+        "call",
+        "current",
+        "dtype",
+        "geometry",
+        "index",
+        "kept",
+        "kept_address",
+        "kept_shape",
+        "kind",
+        "layout",
+        "low",
+        "new",
+        "other_low",
+        "other_shape",
+        "other_strides",
+        "plan",
+        "policy",
+        "strides",
+    )
+
+    def __init__(
+        self, geometry: "Convolution", call: _Call, kept: Array, read: Array, other: Array, layout: str | None
+    ) -> None:
+        self.geometry = geometry
+        self.policy = current_policy()
+        self.layout = layout
+        self.call = call
+        self.plan = call.plan
+        self.new = call.new
+        self.current: Any = call.current
+        self.index = call.device.index
+        self.kind = type(kept)
+        self.dtype = kept.dtype
+        self.kept: Callable[[], Array] = weakref.ref(kept)
+        self.kept_shape = kept.shape
+        self.kept_address = kept.data.ptr
+        self.strides = read.strides
+        self.low = read.data.ptr & 15
+        self.other_shape = other.shape
+        self.other_strides = other.strides
+        self.other_low = other.data.ptr & 15
+        self.add_bias: _BiasAdder | None = None
+
+    def fits(self, geometry: "Convolution", kept: Array, a: Array, layout: str | None) -> int:
+        """Says whether it is the call with these two arrays: gives the address of `a`, a CuPy array, or 0."""
+        if (
+            self.kept() is kept
+            and self.geometry is geometry
+            and ((policy := current_policy()) is self.policy or policy == self.policy)
+            and self.layout == layout
+            and a.strides == self.strides
+            and a.dtype is self.dtype
+            and kept.shape == self.kept_shape
+        ):
+            memory = a.data
+            address: int = memory.ptr
+            index = self.index
+            if address & 15 == self.low and memory.device_id == index and self.current() == index:
+                return address
+        return 0
+
+    def fits_other(self, a: Array) -> int:
+        """Says the same of the second array that is read."""
+        if (
+            type(a) is self.kind
+            and a.shape == self.other_shape
+            and a.strides == self.other_strides
+            and a.dtype is self.dtype
+        ):
+            memory = a.data
+            address: int = memory.ptr
+            if address & 15 == self.other_low and memory.device_id == self.index:
+                return address
+        return 0
+
+
+_Hits = dict[tuple[int, tuple[int, ...]], _Hit]
+
+
+class _BiasAdder:
+    """Adds one bias to new outputs of one call, without the checks of `bias_forward`, which the first output passed."""
+
+    __slots__ = ("_block", "_grid", "_kernel", "_shape", "_sizes", "bias")
+
+    def __init__(self, y: Array, bias: Array) -> None:
+        self.bias: Callable[[], Array] = weakref.ref(bias)
+        self._shape = bias.shape
+        n, channels = y.shape[:2]
+        space = y.size // (n * channels)
+        nhwc = not y.flags.c_contiguous
+        self._sizes = tuple(np.int64(size) for size in ((n * space, channels, 1) if nhwc else (n, channels, space)))
+        self._grid = (min(-(-y.size // BLOCK), _BIAS_BLOCKS), 1)
+        self._block = (BLOCK, 1)
+        self._kernel = load_module("bias").get_function(f"bias_forward_{SUFFIXES[y.dtype]}")
+
+    def __call__(self, y: Array, bias: Array) -> bool:
+        """Adds it; False where it is another bias."""
+        if self.bias() is not bias or bias.shape != self._shape:
+            return False
+        self._kernel(self._grid, self._block, (y, bias, *self._sizes))
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +348,17 @@ class Convolution:
         before, after = self.padding
         return output_shape(x_shape, w_shape, before, after, self.stride, self.dilation, self.groups)
 
-    def forward(self, x: Array, w: Array, *, out: Array | None = None) -> Array:
-        """Computes y, the correlation of x with w.
+    def forward(
+        self, x: Array, w: Array, *, bias: Array | None = None, out: Array | None = None, layout: str | None = None
+    ) -> Array:
+        """Computes y, the correlation of x with w, and adds a bias.
 
         Args:
             x: (N, C, *spatial).
             w: (K, C / groups, *kernel).
-            out: (N, K, *spatial), to be written; by default a new array in the layout of x.
+            bias: (K,), of their dtype, C-contiguous; see ``bias_forward``.
+            out: (N, K, *spatial), to be written; by default a new array.
+            layout: "nchw" or "nhwc", of a new array; by default that of x.
 
         Returns:
             y; ``out`` where it was given.
@@ -137,7 +368,18 @@ class Convolution:
             TypeError: dtypes are mixed or unknown.
             CudnnNotSupportedError: no source takes it (CUDA).
         """
-        return self._run("forward", x, w, None, out, False, None)
+        mine = _remembered.mine
+        if type(x) is mine.kind and out is None:
+            hit = mine.forward.get((id(w), x.shape))
+            if hit is not None and (address := hit.fits(self, w, x, layout)):
+                y = hit.new()
+                hit.plan.run_at((address, hit.kept_address, y.data.ptr), (x, w, y))
+                if bias is not None and (hit.add_bias is None or not hit.add_bias(y, bias)):
+                    bias_ops.bias_forward(y, bias)
+                    hit.add_bias = _BiasAdder(y, bias)
+                return y
+        y = self._run("forward", x, w, None, out, False, layout)
+        return y if bias is None else bias_ops.bias_forward(y, bias)
 
     def backward_data(
         self, dy: Array, w: Array, x_shape: Sequence[int], *, out: Array | None = None, accumulate: bool = False
@@ -159,6 +401,13 @@ class Convolution:
             TypeError: as for ``forward``.
             CudnnNotSupportedError: as for ``forward``.
         """
+        mine = _remembered.mine
+        if type(dy) is mine.kind and out is None and not accumulate:
+            hit = mine.backward_data.get((id(w), dy.shape))
+            if hit is not None and hit.call.out_shape == x_shape and (address := hit.fits(self, w, dy, None)):
+                dx = hit.new()
+                hit.plan.run_at((address, hit.kept_address, dx.data.ptr), (dy, w, dx))
+                return dx
         return self._run("backward_data", dy, w, tuple(x_shape), out, accumulate, None)
 
     def backward_filter(
@@ -189,6 +438,17 @@ class Convolution:
             TypeError: as for ``forward``.
             CudnnNotSupportedError: as for ``forward``.
         """
+        mine = _remembered.mine
+        if type(x) is mine.kind and out is not None:
+            hit = mine.backward_filter[1 if accumulate else 0].get((id(out), x.shape))
+            if (
+                hit is not None
+                and hit.kept_shape == w_shape
+                and (address := hit.fits(self, out, x, layout))
+                and (other := hit.fits_other(dy))
+            ):
+                hit.plan.run_at((address, other, hit.kept_address), (x, dy, out))
+                return out
         return self._run("backward_filter", x, dy, tuple(w_shape), out, accumulate, layout)
 
     def _run(
@@ -212,22 +472,24 @@ class Convolution:
             _raw(second),
             _NO_ARRAY if out is None else _raw(out),
         )
-        call = _remembered.calls.get(key)
+        mine = _remembered.mine
+        call = mine.calls.get(key)
         if call is None:
             return self._first_run(key, first, second, out)
-        if call.xp is np or first.data.device_id == call.xp.cuda.runtime.getDevice():
-            return call.run(first, second, out)
-        with devices.device_of(first).use():
-            return call.run(first, second, out)
+        result = call.run(first, second, out)
+        if call.current is not None and not (call.copy_first or call.copy_second):
+            _expect(mine, call, direction, self, first, second, out, accumulate, layout)
+        return result
 
     def _first_run(self, key: tuple[Any, ...], first: Array, second: Array, out: Array | None) -> Array:
         """Checks and plans a call that this thread does not remember, runs it and remembers it."""
         direction, _, out_shape, accumulate, layout, *_ = key
         names = _NAMES[direction]
-        ours = [
-            a if a is None else devices.asarray(a, name)
-            for a, name in zip((first, second, out), (*names[:2], "out"), strict=True)
-        ]
+        ours = (
+            devices.asarray(first, names[0]),
+            devices.asarray(second, names[1]),
+            None if out is None else devices.asarray(out, "out"),
+        )
         if any(a is not given for a, given in zip(ours, (first, second, out), strict=True)):
             # Arrays of another library are remembered as ours.
             first, second, our_out = ours
@@ -258,19 +520,18 @@ class Convolution:
             if device.kind == "cpu":
                 # NumPy runs alike at any address.
                 problem = replace(problem, x_alignment=16, w_alignment=16, y_alignment=16)
+            policy = _policy_for(self, problem, device)
             call = _Call(
-                finder.plan(problem, device=device),
+                (direction, self, problem.w_shape),
+                finder.plan(problem, policy=policy, device=device),
                 *copies,
-                *_memory(shape, problem.layout_of(names[2])),
-                first.dtype,
-                device.xp,
+                shape,
+                _new(shape, problem.layout_of(names[2]), first.dtype, device),
+                device,
             )
             result = call.run(first, second, out)
         # Remembered once it has run.
-        calls = _remembered.calls
-        if len(calls) >= REMEMBERED:
-            del calls[next(iter(calls))]
-        calls[key] = call
+        _remembered.mine.keep(key, call)
         return result
 
     def _checked_out_shape(
@@ -349,12 +610,121 @@ def _raw(a: Array) -> tuple[Any, ...]:
     return (object(),)
 
 
-def _memory(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Gives the memory shape of a new array of a logical shape, and the axes that turn it into the logical one."""
-    if layout != "nhwc":
-        return shape, None
-    order = devices.memory_order(layout, len(shape))
-    return tuple(shape[dim] for dim in order), tuple(order.index(dim) for dim in range(len(shape)))
+def _new(shape: tuple[int, ...], layout: str, dtype: Any, device: Device) -> Callable[[], Array]:
+    """Gives what makes a new array of a layout, nchw for a strided one, as `devices.empty` does, in less time."""
+    if device.kind == "cpu":
+        order = devices.memory_order("nhwc" if layout == "nhwc" else "nchw", len(shape))
+        memory = tuple(shape[dim] for dim in order)
+        axes = tuple(order.index(dim) for dim in range(len(shape)))
+        return lambda: np.empty(memory, dtype).transpose(axes)
+    cupy = device.xp
+    array, alloc = cupy.ndarray, cupy.cuda.alloc
+    nbytes = prod(shape) * dtype.itemsize
+    # None is nchw: CuPy works it out faster than it reads strides.
+    strides = None
+    if layout == "nhwc":
+        strides = tuple(step * dtype.itemsize for step in devices.contiguous_strides(shape, layout))
+    return lambda: array(shape, dtype, alloc(nbytes), strides)
+
+
+def _expect(
+    mine: _Calls,
+    call: _Call,
+    direction: str,
+    geometry: Convolution,
+    first: Array,
+    second: Array,
+    out: Array | None,
+    accumulate: bool,
+    layout: str | None,
+) -> None:
+    """Notes a call of CuPy arrays as the last one of its filter or gradient. See Note [hit]."""
+    kept, read, other = second, first, first
+    if direction == "backward_filter":
+        if out is None:
+            return
+        kept, other = out, second
+        hits = mine.backward_filter[1 if accumulate else 0]
+    elif out is not None:
+        return
+    else:
+        hits = mine.forward if direction == "forward" else mine.backward_data
+    hit = call.hit
+    if hit is None or hit.kept() is not kept:
+        if type(kept) is not type(read) or kept.dtype is not read.dtype:
+            return
+        hit = call.hit = _Hit(geometry, call, kept, read, other, layout)
+    if len(hits) >= REMEMBERED:
+        hits.clear()
+    hits[id(kept), read.shape] = hit
+    mine.kind = hit.kind
+
+
+# --- variable shapes --------------------------------------------------------------------------------------------------
+
+
+class _Searches:
+    """For which shapes of the input each layer was searched. See Note [variable shapes]."""
+
+    def __init__(self) -> None:
+        self.shapes: OrderedDict[Any, set[tuple[int, ...]]] = OrderedDict()
+        self.warned: set[Any] = set()
+        self.lock = threading.Lock()
+
+    def has(self, layer: Any, shape: tuple[int, ...]) -> bool:
+        """Says whether a layer was searched for a shape."""
+        with self.lock:
+            return shape in self.shapes.get(layer, ())
+
+    def permits(self, layer: Any, shape: tuple[int, ...]) -> bool:
+        """Counts a search of a layer for a shape; False where there were enough of other shapes."""
+        with self.lock:
+            shapes = self.shapes.setdefault(layer, set())
+            self.shapes.move_to_end(layer)
+            if shape not in shapes and len(shapes) >= SEARCHED:
+                return False
+            shapes.add(shape)
+            while len(self.shapes) > LAYERS:
+                gone, _ = self.shapes.popitem(last=False)
+                self.warned.discard(gone)
+            return True
+
+    def is_news(self, layer: Any) -> bool:
+        """Says once a layer that it has not been said."""
+        with self.lock:
+            if layer in self.warned:
+                return False
+            self.warned.add(layer)
+            return True
+
+
+_searches = _Searches()
+
+
+def _policy_for(geometry: Convolution, problem: ConvolutionProblem, device: Device) -> Policy:
+    """Gives the policy to plan with: the current one, or that with the heuristic. See Note [variable shapes]."""
+    policy = current_policy()
+    if policy.mode != "find":
+        return policy
+    layer = (geometry, problem.w_shape, problem.x_dtype, device, policy)
+    shape = problem.x_shape
+    if _searches.has(layer, shape):
+        return policy
+    key = finder.Key.of(problem, policy, device, tuple(source.name for source in sources_for(device, problem)))
+    if finder.default_store().get(key) is not None or devices.is_capturing() or _searches.permits(layer, shape):
+        return policy
+    if _searches.is_news(layer):
+        warnings.warn(
+            f"a convolution has been searched for {SEARCHED} shapes of its input, and there are more; for new ones the "
+            f"libraries' heuristics choose from now on, which may be slower. It is the layer of: {problem}. Pad the "
+            "inputs to a few shapes, or find the choices for all of them beforehand: flcuda find --problems FILE",
+            UserWarning,
+            stacklevel=callers_level(),
+        )
+    return replace(policy, mode="heuristic")
+
+
+# --- making one -------------------------------------------------------------------------------------------------------
 
 
 def convolution(
@@ -382,6 +752,22 @@ def convolution(
         ValueError: a number is out of range or there are not ``ndim`` of them; the message names the argument.
         TypeError: something is not an integer.
     """
+    if type(stride) is type(padding) is type(dilation) is type(groups) is type(ndim) is int and (
+        math is None or type(math) is str
+    ):
+        return _of_numbers(stride, padding, dilation, groups, math, ndim)
+    return _checked(stride, padding, dilation, groups, math, ndim)
+
+
+def _checked(
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | Sequence[tuple[int, int]],
+    dilation: int | Sequence[int],
+    groups: int,
+    math: str | None,
+    ndim: int,
+) -> Convolution:
+    """Checks the arguments of `convolution`."""
     if ndim < 1:
         raise ValueError(f"ndim: {ndim} is less than 1")
     before, after = padding_pair(padding, ndim)
@@ -397,6 +783,10 @@ def convolution(
     return _shared(
         (before, after), _positive("stride", stride, ndim), _positive("dilation", dilation, ndim), int(groups), math
     )
+
+
+# What is equal to a number may be of a type that must be refused (1.0, True), so that only plain numbers come here.
+_of_numbers = functools.lru_cache(maxsize=1024)(_checked)
 
 
 @functools.lru_cache(maxsize=1024)

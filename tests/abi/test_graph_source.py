@@ -5,15 +5,19 @@ import math
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from planning import CUDNN, require_device_properties
 
 from flcuda import device as devices
 from flcuda.cudnn import bindings, library
 from flcuda.cudnn.device_properties import DeviceProperties
+from flcuda.cudnn.graph import EngineConfig, Knob
 from flcuda.errors import CudnnError, CudnnNotSupportedError
 from flcuda.finder import errata, search
 from flcuda.finder.choice import Choice, Key
@@ -217,12 +221,242 @@ def test_tf32_prefers_tensor_cores(h200):
 def test_imprecise_engines_are_refused(note, text):
     problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 5x5 p2 tf32 nhwc")
     configuration = SimpleNamespace(
-        engine_id=7, numerical_notes=("tensor_core", note), knobs={"tile_size": 3}, deterministic=True
+        engine_id=7,
+        numerical_notes=("tensor_core", note),
+        behavior_notes=(),
+        knobs={"tile_size": 3},
+        deterministic=True,
     )
     candidate = module._candidate(problem, configuration, errata.Gpu(90, 92800))
     assert text in candidate.reason
     configuration.numerical_notes = ("tensor_core",)
     assert module._candidate(problem, configuration, errata.Gpu(90, 92800)).reason is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n8 c32 28x28 k32 3x3 p1 float32 nchw",
+        "backward_data n8 c32 28x28 k32 3x3 p1 tf32 nhwc",
+        "backward_filter n8 c32 28x28 k32 3x3 p1 float16 nhwc",
+    ],
+)
+def test_candidates_carry_the_notes_of_their_engines(h200, line):
+    problem, found = candidates(h200, line, effort="wide")
+    engines = {str(engine.id): engine for engine in operation_graph(problem, properties=h200).engines()}
+    words = set()
+    for candidate in found:
+        engine = engines[candidate.algo]
+        assert candidate.notes == (*engine.numerical_notes, *engine.behavior_notes)
+        words.update(candidate.notes)
+    assert words >= {"tensor_core", "runtime_compilation"} if problem.math == "tensor_op" else {"strict_nan_prop"}
+    first = next(candidate for candidate in found if candidate.reason is None)
+    assert GraphSource(h200).restore(problem, chosen(first), None).notes == first.notes
+
+
+def test_what_is_asked_once_an_engine_is_what_each_engine_says(h200):
+    """Of one graph; of another one an engine may say something else, so nothing is kept beyond it."""
+    said = {}
+    for word in ("tf32 nhwc", "float16 nhwc", "float32 nchw"):
+        for direction in DIRECTIONS:
+            problem = ConvolutionProblem.parse(f"{direction} n8 c32 28x28 k32 3x3 p1 {word}")
+            graph = operation_graph(problem, properties=h200)
+            for each in graph.heuristics("A"):
+                alone = EngineConfig(graph, each._backend)
+                assert each.engine_id == alone.engine_id
+                assert each.numerical_notes == alone.numerical_notes
+                assert each.behavior_notes == alone.behavior_notes
+                assert each.sm_count == alone.sm_count == 0
+                assert each.knobs == alone.knobs
+            for engine in graph.engines():
+                said.setdefault((direction, engine.id), set()).add(engine.numerical_notes)
+    assert any(len(notes) > 1 for notes in said.values())
+
+
+# --- the effort "wide" ----------------------------------------------------------------------------------------------
+
+WIDE = [
+    "forward n8 c32 28x28 k32 3x3 p1 float32 nchw",
+    "backward_data n8 c32 28x28 k32 3x3 p1 tf32 nhwc",
+    "backward_filter n8 c32 28x28 k32 3x3 p1 float16 nhwc",
+]
+
+
+@pytest.mark.parametrize("line", WIDE)
+def test_wide_offers_what_all_modes_list_and_every_other_engine(h200, line, monkeypatch):
+    monkeypatch.setattr(module, "COMPILED", 1)
+    problem, found = candidates(h200, line, effort="wide")
+    _, fast = candidates(h200, line)
+    usable = [candidate for candidate in found if candidate.reason is None]
+    first = [candidate for candidate in fast if candidate.reason is None]
+    assert usable[: len(first)] == first
+    assert len(usable) > len(first)
+    assert len({candidate.identity for candidate in found}) == len(found)
+    graph = operation_graph(problem, properties=h200)
+    listed = [each for mode in ("A", "fallback", "B") for each in graph.heuristics(mode)]
+    offered = {(candidate.algo, tuple(sorted(candidate.parameters))) for candidate in found}
+    rows = {candidate.algo: candidate for candidate in found}
+    compiled = 0
+    for each in listed:
+        if (str(each.engine_id), each.key[1]) in offered:
+            continue
+        # an engine that must not be used is one row; and few are compiled
+        refused = str(each.engine_id) in rows and rows[str(each.engine_id)].reason is not None
+        assert refused or "runtime_compilation" in each.behavior_notes
+    known = {each.engine_id for each in listed}
+    others = [engine for engine in graph.engines() if engine.id not in known]
+    assert others
+    for engine in others:
+        if (str(engine.id), ()) in offered:
+            compiled += "runtime_compilation" in engine.behavior_notes and rows[str(engine.id)].reason is None
+        elif "runtime_compilation" not in engine.behavior_notes:
+            with pytest.raises(CudnnError):
+                engine.configure()
+    assert compiled <= 1
+    if problem.math == "fma":
+        assert all(candidate.math == "fma" for candidate in usable)
+    by_default = next(each for each in usable if int(each.algo) in {engine.id for engine in others})
+    again = GraphSource(h200).restore(problem, chosen(by_default), None)
+    assert again == by_default
+    assert again.build().workspace == by_default.workspace == by_default.build().workspace
+
+
+def test_wide_keeps_to_the_rules(h200, monkeypatch):
+    line = "backward_data n8 c32 28x28 k32 3x3 p1 float32 nchw"
+    _, found = candidates(h200, line, effort="wide", deterministic=True, workspace_limit=1 << 20)
+    assert any(candidate.reason is None for candidate in found)
+    for candidate in found:
+        if candidate.reason is None:
+            assert candidate.deterministic
+            assert candidate.workspace <= 1 << 20
+            assert "tensor_core" not in candidate.notes
+    plain = next(candidate.algo for candidate in found if candidate.reason is None)
+    fault = errata.Erratum("is wrong", "a test", 0, 10**6, sources=("graph",), algos=(plain,))
+    monkeypatch.setattr(errata, "ERRATA", (fault,))
+    _, now = candidates(h200, line, effort="wide", deterministic=True, workspace_limit=1 << 20)
+    assert {candidate.reason for candidate in now if candidate.algo == plain} == {fault.text}
+
+
+def test_without_measuring_wide_builds_one_plan(h200, monkeypatch):
+    line = "forward n128 c64 56x56 k64 3x3 p1 float16 nhwc"
+    _, narrow = candidates(h200, line, mode="heuristic")
+    built = []
+    real = module.build_plans
+    monkeypatch.setattr(module, "build_plans", lambda some, *rest: built.extend(some) or real(some, *rest))
+    assert candidates(h200, line, mode="heuristic", effort="wide")[1] == narrow
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("line", [*WIDE, "backward_filter n8 c32 28x28 k32 3x3 p1 bfloat16 nhwc"])
+def test_around_a_candidate_one_knob_differs(h200, line):
+    policy = Policy(effort="wide")
+    problem, source = ConvolutionProblem.parse(line), GraphSource(h200)
+    found = [candidate for candidate in source.candidates(problem, policy, None) if candidate.reason is None]
+    seen = {candidate.identity for candidate in found}
+    total = 0
+    for candidate in [each for each in found if "runtime_compilation" not in each.notes][:4]:
+        near = list(source.around(problem, candidate, policy, None))
+        assert len(near) <= module.AROUND
+        ranges = {
+            knob.type: range(knob.minimum, knob.maximum + 1, max(1, knob.stride))
+            for knob in operation_graph(problem, properties=h200).engine(int(candidate.algo)).knobs
+        }
+        for each in near:
+            assert each.identity not in seen
+            seen.add(each.identity)
+            assert each.reason is None
+            assert (each.source, each.algo, each.math) == ("graph", candidate.algo, candidate.math)
+            before, after = dict(candidate.parameters), dict(each.parameters)
+            changed = [name for name in after if after[name] != before.get(name)]
+            assert len(changed) == 1
+            assert before.keys() <= after.keys()
+            assert after[changed[0]] in ranges[changed[0]]
+            runner = each.build()
+            assert runner.workspace == each.workspace
+            assert {f"{name}={value}" for name, value in after.items()} == set(
+                runner.plan.tag.split("[")[1][:-1].split(",")
+            )
+        # asked again it has nothing new, and in a new search everything
+        assert list(source.around(problem, candidate, policy, None)) == []
+        total += len(near)
+        if near:
+            assert GraphSource(h200).restore(problem, chosen(near[-1]), None) == near[-1]
+    assert total > 0
+    first = next(source.candidates(problem, policy, None))
+    assert first.identity in seen
+
+
+def test_around_keeps_to_the_rules(h200, monkeypatch):
+    line = "backward_filter n8 c64 28x28 k64 3x3 p1 tf32 nhwc"
+    problem, source = ConvolutionProblem.parse(line), GraphSource(h200)
+    # how often the sum over the images is split decides how large its workspace is
+    leader = next(
+        each
+        for each in source.candidates(problem, Policy(effort="wide"), None)
+        if each.reason is None and "split_k" in "".join(dict(each.parameters))
+    )
+    free = list(source.around(problem, leader, Policy(workspace_limit=1 << 30), None))
+    limit = sorted(each.workspace for each in free)[len(free) // 2] - 1
+    held = list(source.around(problem, leader, Policy(workspace_limit=limit), None))
+    assert 0 < len(held) < len(free)
+    assert all(each.workspace <= limit for each in held)
+    monkeypatch.setattr(module, "AROUND", 3)
+    near = list(GraphSource(h200).around(problem, leader, Policy(workspace_limit=1 << 30), None))
+    assert near == free[:3]
+    fault = errata.Erratum("is wrong", "a test", 0, 10**6, sources=("graph",), algos=(leader.algo,))
+    monkeypatch.setattr(errata, "ERRATA", (fault,))
+    assert list(GraphSource(h200).around(problem, leader, Policy(), None)) == []
+    with pytest.raises(ValueError, match="no engine 'GEMM'"):
+        list(source.around(problem, replace(leader, algo="GEMM"), Policy(), None))
+
+
+def test_around_a_compiled_candidate_few_are_built(h200, monkeypatch):
+    monkeypatch.setattr(module, "COMPILED", 2)
+    problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
+    source = GraphSource(h200)
+    engines = operation_graph(problem, properties=h200).engines()
+    engine = next(each for each in engines if "runtime_compilation" in each.behavior_notes and each.knobs)
+    leader = module._candidate(problem, engine.configure(), errata.Gpu(90, 92800))
+    near = list(source.around(problem, leader, Policy(), None))
+    assert 0 < len(near) <= 2
+    assert all("runtime_compilation" in each.notes for each in near)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 4)).map(
+            lambda of: Knob(f"k{of[0]}{of[1]}{of[2]}", of[0], of[0] + of[1], of[2])
+        ),
+        max_size=4,
+        unique_by=lambda knob: knob.type,
+    ),
+    st.data(),
+)
+def test_neighbours(knobs, data):
+    ranges = {knob.type: range(knob.minimum, knob.maximum + 1, max(1, knob.stride)) for knob in knobs}
+    chosen_knobs = {
+        name: data.draw(st.one_of(st.just(-1), st.sampled_from(values)))
+        for name, values in ranges.items()
+        if data.draw(st.booleans())
+    }
+    found = list(module.neighbours(knobs, chosen_knobs))
+    assert len({tuple(setting.items()) for setting in found}) == len(found)
+    for setting in found:
+        (name,) = [name for name in setting if setting[name] != chosen_knobs.get(name)]
+        assert setting[name] in ranges[name]
+        assert list(setting)[: len(chosen_knobs)] == list(chosen_knobs)
+    for name, values in ranges.items():
+        tried = [setting[name] for setting in found if name in setting and setting[name] != chosen_knobs.get(name)]
+        other = {value for value in values if value != chosen_knobs.get(name)}
+        if len(values) <= module.ALL_VALUES:
+            assert set(tried) == other
+        else:
+            assert len(tried) <= 3 * values[-1].bit_length() + 1
+            now = chosen_knobs.get(name, values[0])
+            assert {
+                value for value in (now - values.step, now + values.step) if value in values and now in values
+            } <= set(tried)
+            assert {1, 2, 64} & set(values) <= {*tried, chosen_knobs.get(name)}
 
 
 # --- policy ---------------------------------------------------------------------------------------------------------
@@ -536,13 +770,13 @@ def test_a_prepared_runner_is_for_its_own_handle_only(h200, monkeypatch):
     prepared.handle = handles[0]
     monkeypatch.setattr(source, "_handle", lambda: handles[0])
     monkeypatch.setattr(source, "_configured", lambda *_: offers(problem, Policy(), properties=h200)[0].configuration)
-    build = source._builder(problem, found[0], prepared, 1 << 30)
+    build = source._builder(problem, found[0], prepared, handles[0], 1 << 30)
     assert build() is prepared
     other = build()
     assert other.plan is not prepared.plan
     assert other.handle is handles[0]
     monkeypatch.setattr(source, "_handle", lambda: handles[1])
-    elsewhere = source._builder(problem, found[0], prepared, 1 << 30)()
+    elsewhere = source._builder(problem, found[0], prepared, handles[0], 1 << 30)()
     assert elsewhere.plan is not prepared.plan
     assert elsewhere.handle is handles[1]
 
@@ -641,7 +875,8 @@ def test_a_graph_has_candidates_that_restore_from_a_choice(h200, dtype, monkeypa
         monkeypatch.undo()
 
 
-def test_a_graph_of_tensor_cores_is_refused_under_fma_and_says_what_would_be_right(h200, tmp_path):
+def test_a_graph_of_tensor_cores_is_refused_under_fma_and_says_what_would_be_right(h200, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "workspace_limit", lambda device: 1 << 30)
     problem = Problem.parse(PRODUCT)
     assert problem.math == "fma"
     key = Key(problem, Policy(mode="heuristic", workspace_limit=1 << 30), (), "cudnn", ("graph",))

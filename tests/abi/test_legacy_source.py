@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flcuda import cudnn
 from flcuda import device as devices
+from flcuda.cudnn.graph import NOTES
 from flcuda.finder import errata
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
@@ -266,6 +267,119 @@ def test_what_is_offered_passes_the_known_faults(monkeypatch):
     for gpu, reasons in ((GPU, [False, False]), (errata.Gpu(90, 91002), [True, False])):
         found = LegacySource(gpu).candidates(problem, Policy(workspace_limit=0), devices.Device("cuda"))
         assert [candidate.reason is not None for candidate in found] == reasons
+
+
+class Lists:
+    """Answers for cuDNN, which has no handle without a GPU; notes what was asked."""
+
+    def __init__(self, monkeypatch, entries, sizes):
+        self.asked = []
+        self._entries = entries
+        self._sizes = sizes
+        monkeypatch.setattr(legacy, "_get", self._get)
+        monkeypatch.setattr(legacy, "_find", self._find)
+        monkeypatch.setattr(legacy, "_workspaces", self._workspaces)
+
+    def _get(self, row, made, entries, returned):
+        self.asked.append("get")
+        for place, fields in enumerate(self._entries):
+            entries[place] = getattr(cudnn, row.entry)(**fields)
+        returned.value = len(self._entries)
+
+    def _find(self, row, call, made, entries, returned, workspace):
+        self._get(row, made, entries, returned)
+        self.asked[-1] = f"find {workspace}"
+
+    def _workspaces(self, row, made, algos):
+        return {algo: self._sizes[algo] for algo in algos if algo in self._sizes}
+
+    def offered(self, line, **policy):
+        problem = ConvolutionProblem.parse(line)
+        chosen = Policy(**{"workspace_limit": 1000, **policy})
+        return list(LegacySource(GPU).candidates(problem, chosen, devices.Device("cuda")))
+
+
+LISTED = [
+    {"algo": 1, "status": 0, "time": -1, "memory": 40, "determinism": 1, "mathType": 3},
+    {"algo": 7, "status": 0, "time": -1, "memory": 2000, "determinism": 1, "mathType": 3},
+    {"algo": 0, "status": 3000, "mathType": 3},
+    {"algo": 2, "status": 3000, "mathType": 3},
+]
+
+
+def test_without_measuring_every_algorithm_with_a_workspace_size_is_offered(monkeypatch):
+    lists = Lists(monkeypatch, LISTED, {0: 0, 1: 99, 4: 5000, 5: 600, 7: 99})
+    line = "forward n2 c4 8x8 k4 3x3 float32 nchw"
+    for mode in ("find", "heuristic"):
+        found = lists.offered(line, mode=mode)
+        assert lists.asked.pop() == "get"
+        assert [candidate.algo for candidate in found] == [
+            "IMPLICIT_PRECOMP_GEMM",
+            "WINOGRAD_NONFUSED",
+            "GEMM",
+            "IMPLICIT_GEMM",
+            "FFT",
+            "FFT_TILING",
+        ]
+        # what cuDNN's list says of an algorithm counts, else its workspace size
+        assert [candidate.workspace for candidate in found] == [40, 2000, 0, 0, 5000, 600]
+        reasons = [candidate.reason for candidate in found]
+        assert [reason is None for reason in reasons] == [True, False, False, True, False, True]
+        assert "above the limit" in reasons[1]
+        assert "NOT_SUPPORTED" in reasons[2]
+        assert "above the limit" in reasons[4]
+        assert all(candidate.reported_ms is None for candidate in found)
+        assert all(candidate.math == "fma" for candidate in found)
+    assert lists.offered(line, effort="wide", mode="heuristic") == found
+    assert lists.asked.pop() == "get"
+
+
+def test_with_the_effort_wide_cudnn_measures(monkeypatch):
+    lists = Lists(monkeypatch, [{**LISTED[0], "time": 0.5}, LISTED[2]], {0: 0, 1: 99, 4: 5000, 5: 600})
+    found = lists.offered("forward n2 c4 8x8 k4 3x3 float32 nchw", effort="wide")
+    # the largest workspace within the limit
+    assert lists.asked == ["find 600"]
+    assert [(candidate.algo, candidate.reported_ms) for candidate in found] == [
+        ("IMPLICIT_PRECOMP_GEMM", 0.5),
+        ("IMPLICIT_GEMM", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("direction", "racy"),
+    [("forward", set()), ("backward_data", {"ALGO_0"}), ("backward_filter", {"ALGO_0", "ALGO_3"})],
+)
+@pytest.mark.parametrize(("word", "math"), [("float32 nchw", "fma"), ("tf32 nhwc", "tensor_op")])
+def test_what_is_added_to_the_list_is_what_the_header_says(monkeypatch, direction, racy, word, math):
+    count = int(getattr(cudnn, legacy._DIRECTIONS[direction].count))
+    lists = Lists(monkeypatch, [], dict.fromkeys(range(count), 8))
+    found = lists.offered(f"{direction} n2 c4 8x8 k4 3x3 {word}")
+    assert len(found) == count
+    assert {candidate.algo for candidate in found if not candidate.deterministic} == racy
+    assert {candidate.math for candidate in found} == {math}
+    for candidate in found:
+        assert restored(ConvolutionProblem.parse(f"{direction} n2 c4 8x8 k4 3x3 {word}"), candidate) == candidate
+
+
+def test_an_empty_list_is_a_reason(monkeypatch):
+    lists = Lists(monkeypatch, [], {})
+    (row,) = lists.offered("forward n2 c4 8x8 k4 3x3 float32 nchw")
+    assert row.reason == "cudnnGetConvolutionForwardAlgorithm_v7 returned no algorithm"
+
+
+@pytest.mark.parametrize(
+    ("algo", "math", "deterministic", "words"),
+    [
+        ("WINOGRAD_NONFUSED", "fma", True, ("winograd",)),
+        ("FFT_TILING", "tensor_op", True, ("fft", "tensor_core")),
+        ("FFT", "fma", True, ("fft",)),
+        ("ALGO_0", "fma", False, ("nondeterministic",)),
+        ("IMPLICIT_GEMM", "fma", True, ()),
+    ],
+)
+def test_notes_are_the_graph_apis_words(algo, math, deterministic, words):
+    assert legacy._notes(algo, math, deterministic) == words
+    assert set(words) <= set(NOTES)
 
 
 def test_the_workspace_counts_the_copies():

@@ -5,6 +5,7 @@ of its own.
 """
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from convolution_oracle import TOLERANCE
 import flcuda
 from flcuda import device as devices
 from flcuda.errors import CudnnNotSupportedError, FlcudaError
+from flcuda.finder.plan import Plan
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources.reference import Columns
 from flcuda.ops.bias import bias_forward
@@ -367,3 +369,164 @@ def test_no_row_breaks_the_policy(changes, word):
                 except CudnnNotSupportedError:
                     # What has not been measured may turn out not to run.
                     assert mode == "heuristic"
+
+
+# --- Note [hit] -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["float32 nchw", "float16 nhwc"])
+def test_hits_give_what_the_long_way_gives(word, rng, monkeypatch):
+    """Three directions, with a bias, a layout that x has not, adding; each time other values in the inputs."""
+    from flcuda.ops import convolution as module
+
+    cupy = devices.cupy()
+    line = "n3 c8 11x9 k16 3x3 p1 s2"
+    problems = {direction: ConvolutionProblem.parse(f"{direction} {line} {word}") for direction in DIRECTIONS}
+    op = convolution(2, 1, math=problems["forward"].math)
+    dtype = devices.DTYPES[problems["forward"].x_dtype]
+    w, dw = (on_gpu(problems["forward"], "w", np.zeros(problems["forward"].w_shape)) for _ in range(2))
+    bias = cupy.zeros(16, dtype)
+    layout = "nhwc" if word == "float32 nchw" else None
+    for step in range(5):
+        if step == 3:
+            monkeypatch.setattr(module.Convolution, "_run", lambda *_: pytest.fail("the long way was taken"))
+        values = {
+            name: rng.standard_normal(problems["backward_filter"].shape_of(operand)).astype(dtype)
+            for name, operand in (("x", "x"), ("w", "dw"), ("dy", "dy"))
+        }
+        x, dy = on_gpu(problems["forward"], "x", values["x"]), on_gpu(problems["backward_filter"], "dy", values["dy"])
+        w[...] = cupy.asarray(values["w"])
+        shift = rng.standard_normal(16).astype(dtype)
+        bias[...] = cupy.asarray(shift)
+        y = op.forward(x, w, bias=bias, layout=layout)
+        if layout:
+            assert devices.memory_layout(y) == layout
+        found = {
+            "forward": y - bias[:, None, None],
+            "backward_data": op.backward_data(dy, w, x.shape),
+            "backward_filter": op.backward_filter(x, dy, w.shape, out=dw).copy(),
+        }
+        added = op.backward_filter(x, dy, w.shape, out=dw, accumulate=True)
+        for direction, problem in problems.items():
+            names = [{"dw": "w"}.get(name, name) for name in problem.operands[:2]]
+            wanted, scale = expected(problem, *[values[name] for name in names])
+            results = [(found[direction], wanted, scale)]
+            if direction == "backward_filter":
+                results.append((added, 2 * wanted, 2 * scale))
+            for result, right, size in results:
+                error = np.abs(host(result) - right).max()
+                assert error <= 2 * TOLERANCE[problem.precision] * size.max(), f"{step} {problem}: {error}"
+
+
+def test_what_is_stored_works_in_a_capture_on_a_thread_that_never_called(rng):
+    """The plan is built during the capture; a miss is an error, after which the capture goes on."""
+    cupy = devices.cupy()
+    for word in ("float32 nchw", "float16 nhwc"):
+        problem = ConvolutionProblem.parse(f"forward n2 c8 12x12 k16 3x3 p1 {word}")
+        values, inputs = operands(problem, rng.standard_normal)
+        wanted, scale = expected(problem, *values)
+        out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+        missing = on_gpu(
+            ConvolutionProblem.parse(f"forward n5 c8 12x12 k16 3x3 p1 {word}"), "x", np.ones((5, 8, 12, 12))
+        )
+        missing_out = cupy.empty((5, 16, 12, 12), out.dtype)
+        flcuda.find(problem, device="cuda")
+        cupy.cuda.Device().synchronize()
+        failures = []
+
+        def work(problem=problem, inputs=inputs, out=out, missing=missing, missing_out=missing_out, failures=failures):
+            try:
+                stream = cupy.cuda.Stream(non_blocking=True)
+                with stream:
+                    stream.begin_capture()
+                    run(problem, inputs, out)
+                    with pytest.raises(FlcudaError, match="run the step once before the capture"):
+                        run(problem, (missing, inputs[1]), missing_out)
+                    graph = stream.end_capture()
+                    graph.launch()
+                    stream.synchronize()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert not failures
+        # Before cuDNN 9.28 a graph does not keep its plan; the result is there already.
+        assert np.abs(host(out) - wanted).max() <= TOLERANCE[problem.precision] * scale.max()
+
+
+def test_out_of_memory_takes_what_needs_less_and_nothing_stays_behind(rng):
+    """CuPy's pool is given a limit, so that a workspace does not fit; what comes after runs as if nothing had been."""
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n32 c64 56x56 k64 3x3 p1 float32 nchw")
+    values, inputs = operands(problem, lambda shape: rng.standard_normal(shape, np.float32))
+    out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+    rows = flcuda.find(problem, device="cuda", sources=["legacy"]).usable
+    greedy = max(rows, key=lambda row: row.candidate.workspace)
+    modest = [row for row in rows if row.candidate.workspace < 1 << 20]
+    if greedy.candidate.workspace < 8 << 20 or not modest:
+        pytest.skip("no algorithm here needs a large workspace")
+    others = [(row.choice, row.candidate) for row in rows if row is not greedy]
+    plan = Plan(greedy.choice, devices.Device("cuda", 0), greedy.candidate.build(), others=lambda: iter(others))
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    pool.set_limit(size=pool.used_bytes() + (4 << 20))
+    try:
+        with pytest.warns(UserWarning, match="is used instead") as caught:
+            plan(*inputs, out=out)
+        assert caught[0].filename == __file__
+        assert plan.workspace < 4 << 20
+        plan(*inputs, out=out)
+    finally:
+        pool.set_limit(size=0)
+    sample = (slice(0, 1), slice(None), slice(None), slice(None))
+    wanted, scale = expected(
+        ConvolutionProblem.parse("forward n1 c64 56x56 k64 3x3 p1 float32 nchw"), values[0][sample], values[1]
+    )
+    assert np.abs(host(out)[:1] - wanted).max() <= TOLERANCE["float32"] * scale.max()
+    # No error is pending: kernels of CuPy's and cuDNN's run.
+    cupy.cuda.Device().synchronize()
+    greedy.candidate.build()(*inputs, out)
+    assert np.abs(host(out)[:1] - wanted).max() <= TOLERANCE["float32"] * scale.max()
+
+
+def test_a_search_with_little_memory_finds_what_fits(rng):
+    cupy = devices.cupy()
+    problem = ConvolutionProblem.parse("forward n16 c64 28x28 k64 3x3 p1 float32 nchw")
+    values, inputs = operands(problem, lambda shape: rng.standard_normal(shape, np.float32))
+    out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+    wanted, scale = expected(problem, *values)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    size = sum(array.nbytes for array in (*inputs, out))
+    pool.set_limit(size=pool.used_bytes() + 2 * size)
+    try:
+        with warnings.catch_warnings():
+            # Where not even the operands of a search fit, the first that runs is used, and a warning says so.
+            warnings.simplefilter("ignore", UserWarning)
+            run(problem, inputs, out)
+    finally:
+        pool.set_limit(size=0)
+    assert np.abs(host(out) - wanted).max() <= TOLERANCE["float32"] * scale.max()
+
+
+def test_a_layer_whose_shapes_vary_is_not_searched_for_ever(rng, monkeypatch):
+    from flcuda.ops import convolution as module
+
+    monkeypatch.setattr(module, "SEARCHED", 2)
+    monkeypatch.setattr(module, "_searches", module._Searches())
+    problems = [ConvolutionProblem.parse(f"forward n{n} c8 9x9 k8 3x3 p1 float16 nhwc") for n in range(11, 16)]
+    caught = []
+    for problem in problems:
+        values, inputs = operands(problem, rng.standard_normal)
+        out = on_gpu(problem, "y", np.full(problem.y_shape, np.nan))
+        wanted, scale = expected(problem, *values)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run(problem, inputs, out)
+        caught.extend(found)
+        assert np.abs(host(out) - wanted).max() <= TOLERANCE["float16"] * scale.max()
+    told = [each for each in caught if "a convolution has been searched for 2 shapes" in str(each.message)]
+    assert len(told) == 1
+    assert told[0].filename == __file__

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from convolution_oracle import TOLERANCE, bits, exact, host
+from engine_sweep import sweep
 
 import flcuda
 from flcuda import device as devices
@@ -318,6 +319,59 @@ def test_workspace_limit(direction):
                 if candidate.reason is None
             ]
             assert all(candidate.workspace <= limit for candidate in usable)
+
+
+# --- the effort "wide" ------------------------------------------------------------------------------------------------
+
+SWEPT = [
+    f"{direction} {line}"
+    for line in (
+        "n4 c16 14x14 k32 3x3 p1 float16 nhwc",
+        "n3 c24 13x12 k40 3x3 p1 s2 tf32 nhwc",
+        "n3 c6 13x12 k10 3x3 p1 float32 nchw",
+        "n4 c32 9x9 k16 1x1 bfloat16 nhwc",
+    )
+    for direction in DIRECTIONS
+]
+
+
+def test_every_engine_is_right_or_ends_nothing(request):
+    """In processes of their own: what nobody has run here may end the CUDA context. As many problems as time is for."""
+    seed = request.config.getoption("--seed")
+    # of another seed another problem comes first
+    lines = SWEPT[seed % len(SWEPT) :] + SWEPT[: seed % len(SWEPT)]
+    found = sweep(lines, seconds=20, seed=seed)
+    assert not found.faults, "\n".join(found.faults)
+    assert found.ran > 50
+
+
+@pytest.mark.parametrize("word", ["float32 nchw", "float16 nhwc"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_around_a_candidate_everything_runs_right(direction, word):
+    device = devices.resolve("cuda")
+    problem = ConvolutionProblem.parse(f"{direction} n8 c32 28x28 k32 3x3 p1 {word}")
+    source, policy = GraphSource(), Policy(effort="wide")
+    first, second, _ = problem.operands
+    with device.use():
+        arrays = problem.random_arrays(seed=11, device=device)
+        wanted, scale = exact(problem, arrays)
+        found = [each for each in source.candidates(problem, policy, device) if each.reason is None]
+        seen = {candidate.identity for candidate in found}
+        key = Key.of(problem, policy, device, ("graph",))
+        ran = 0
+        # the first ones' neighbours may all be in the list already
+        for leader in [each for each in found if "runtime_compilation" not in each.notes][:15]:
+            for candidate in source.around(problem, leader, policy, device):
+                assert candidate.identity not in seen
+                seen.add(candidate.identity)
+                arrays["out"].fill(np.nan)
+                again = source.restore(problem, Choice.of(key, candidate), device)
+                assert again == candidate
+                candidate.build()(arrays[first], arrays[second], arrays["out"])
+                error = np.abs(host(arrays["out"]) - wanted).max()
+                assert error <= TOLERANCE[problem.precision] * scale.max(), f"{candidate}: {error} of {scale.max()}"
+                ran += 1
+        assert ran > 0
 
 
 def test_find_measures_them():

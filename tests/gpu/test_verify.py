@@ -150,6 +150,39 @@ def test_broken_runners_are_caught(line, change, device):
     assert ("behind its end" in found.reason) is (change is past_the_end)
 
 
+@pytest.mark.parametrize("place", [-1, 1000])
+def test_what_is_written_beside_a_workspace_is_caught(place, device):
+    problem = Problem.parse("forward n2 c8 9x8 k8 3x3 p1 float32")
+    right = any_runner(problem, device)
+    verifier = Verifier(problem, inputs_of(problem, device), device)
+
+    def careful(*operands):
+        devices.workspace(1000)[...] = 0
+        right(*operands)
+
+    def careless(*operands):
+        scratch = devices.workspace(1000)
+        devices.cupy().ndarray((1,), np.uint8, scratch.data + place)[...] = 0
+        right(*operands)
+
+    assert verifier.check(careful, deterministic=True).reason is None
+    found = verifier.check(careless, deterministic=False)
+    assert found.reason == "workspace: 1 bytes around it were written"
+
+
+def test_the_relative_error_is_a_share_of_the_results(device):
+    problem = Problem.parse("forward n2 c64 9x8 k8 3x3 p1 float32")
+    right = any_runner(problem, device)
+    verifier = Verifier(problem, inputs_of(problem, device), device, samples=1 << 12)
+
+    def off(*operands):
+        right(*operands)
+        operands[-1][0, 0, 0, 0] += 24.0  # the root mean square of 64 x 9 products is 24
+
+    assert verifier.check(right, deterministic=False).relative < 1e-5
+    assert 0.5 < verifier.check(off, deterministic=False).relative < 2
+
+
 def test_other_bits_in_a_second_run_are_caught(device):
     problem = Problem.parse("forward n2 c8 9x8 k8 3x3 p1 float32")
     right = any_runner(problem, device)

@@ -1,8 +1,12 @@
 """Sources whose candidates do, and seem to take, what a test tells them."""
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from flcuda import device as devices
 from flcuda import timing
 from flcuda.finder import sources
 from flcuda.finder.candidate import Candidate
@@ -129,3 +133,83 @@ def only(monkeypatch, *fakes: Fake) -> FakeSource:
     monkeypatch.setattr(sources, "_BUILT_IN", {})
     monkeypatch.setattr(sources, "_registered", {source.name: source})
     return source
+
+
+class FakeStream:
+    """A stream as a thread that works off what is queued: sleeps for kernels, calls host functions."""
+
+    ptr = 0
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self.queued = 0
+        self.done = 0
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get()()
+            self.done += 1
+
+    def put(self, work: Callable[[], object]) -> None:
+        self.queued += 1
+        self._queue.put(work)
+
+    def launch(self, milliseconds: float) -> None:
+        self.put(lambda: time.sleep(milliseconds / 1e3))
+
+    def launch_host_func(self, callback, arg) -> None:
+        self.put(lambda: callback(arg))
+
+    def synchronize(self) -> None:
+        reached = threading.Event()
+        self.put(reached.set)
+        assert reached.wait(10)
+
+
+class FakeCupy:
+    """As much of CuPy as the timer needs, with one stream; by `kernel` a test launches."""
+
+    def __init__(self) -> None:
+        self.stream = FakeStream()
+        self.cuda = self
+        self.events = 0
+
+    def get_current_stream(self) -> FakeStream:
+        return self.stream
+
+    def kernel(self, milliseconds: float) -> None:
+        self.stream.launch(milliseconds)
+
+    def Event(self) -> "FakeEvent":
+        self.events += 1
+        return FakeEvent()
+
+    def get_elapsed_time(self, begin: "FakeEvent", end: "FakeEvent") -> float:
+        assert begin.reached.is_set()
+        assert end.reached.is_set()
+        return 1e3 * (end.at - begin.at)
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.at = 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        def reach() -> None:
+            self.at = time.perf_counter()
+            self.reached.set()
+
+        stream.put(reach)
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(10)
+
+
+def fake_cupy(monkeypatch) -> FakeCupy:
+    """Puts a fake in the place of CuPy, for what asks `flcuda.device` for it."""
+    fake = FakeCupy()
+    monkeypatch.setattr(devices, "cupy", lambda: fake)
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    return fake

@@ -1,17 +1,19 @@
 """Choices: JSON there and back, keys that forget nothing, files that appear whole, and the policy."""
 
 import json
+import pickle
 import threading
 from dataclasses import fields, replace
 
 import pytest
 from finder_fakes import PROBLEM, choice, key
 
+from flcuda import device as devices
 from flcuda.device import CPU
 from flcuda.finder import current_policy, policy
 from flcuda.finder.candidate import Candidate
-from flcuda.finder.choice import SCHEMA, Choice, Key, library_version
-from flcuda.finder.policy import Policy
+from flcuda.finder.choice import SCHEMA, Choice, Key, SchemaError, is_file_name, is_unfinished_name, library_version
+from flcuda.finder.policy import FIELDS, Policy
 from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.store import ChoiceStore
 
@@ -53,13 +55,21 @@ class TestJson:
         assert one.key != key()
 
     def test_what_was_stored_before_is_still_found(self, tmp_path):
-        """The file of an earlier version, whole."""
-        name = "forward-ca0d7eaaef5f4b6f63a26fa0.json"
+        """A whole file of this schema, as a release of flcuda has written it: when this fails, SCHEMA must change."""
+        name = "forward-c512628442491dffcf7bb055.json"
         value = {
-            "schema": 1,
+            "schema": 2,
             "key": {
                 "problem": "forward n2 c3 6x5 k4 3x3 p1 s1 float32 nchw",
-                "policy": {"mode": "find", "deterministic": False, "workspace_limit": None},
+                "policy": {
+                    "mode": "find",
+                    "deterministic": False,
+                    "workspace_limit": None,
+                    "max_error": None,
+                    "time": "device",
+                    "effort": "fast",
+                    "l2": "cold",
+                },
                 "device_model": {"cores": 2, "name": "a processor"},
                 "library_version": "numpy 2.0.0",
                 "sources": ["reference"],
@@ -92,6 +102,8 @@ class TestJson:
         [
             (("schema",), SCHEMA + 1),
             (("schema",), None),
+            (("schema",), str(SCHEMA)),
+            (("schema",), True),
             (("key",), {}),
             (("key",), []),
             (("key", "problem"), "forward n2"),
@@ -124,6 +136,20 @@ class TestJson:
         with pytest.raises(ValueError, match=r"\w"):
             Choice.from_json(json.dumps(whole))
 
+    @pytest.mark.parametrize(("schema", "age"), [(0, "older"), (SCHEMA - 1, "older"), (SCHEMA + 1, "newer")])
+    def test_another_schema_is_told_apart_from_what_is_no_choice(self, schema, age):
+        whole = {**json.loads(choice().to_json()), "schema": schema}
+        with pytest.raises(SchemaError, match=f"of an? {age} flcuda .schema {schema}, not {SCHEMA}") as caught:
+            Choice.from_json(json.dumps(whole))
+        again = pickle.loads(pickle.dumps(caught.value))
+        for error in (caught.value, again):
+            assert (error.schema, error.problem) == (schema, str(PROBLEM))
+        assert str(again) == str(caught.value)
+        for part in ("key", "choice"):
+            with pytest.raises(ValueError, match="not a Choice") as caught:
+                Choice.from_json(json.dumps({**whole, part: None}))
+            assert not isinstance(caught.value, SchemaError)
+
     def test_a_line_of_endless_parentheses_is_a_value_error(self):
         whole = json.loads(choice().to_json())
         whole["key"]["problem"] = f"graph float32; x float16 2x2; y = silu({'(' * 100_000}); out y"
@@ -146,6 +172,10 @@ class TestKey:
             {"policy": Policy(deterministic=True)},
             {"policy": Policy(workspace_limit=0)},
             {"policy": Policy(mode="heuristic")},
+            {"policy": Policy(max_error=1e-3)},
+            {"policy": Policy(time="host")},
+            {"policy": Policy(effort="wide")},
+            {"policy": Policy(l2="warm")},
             {"device_model": (("cores", 4), ("name", "a processor"))},
             {"library_version": "numpy 2.0.1"},
             {"sources": ("mine", "reference")},
@@ -168,6 +198,30 @@ class TestKey:
         assert of.library_version == library_version(CPU)
         assert library_version(CPU).startswith("numpy ")
         assert Key.from_json(json.loads(of.text)) == of
+
+    def test_the_device_is_asked_once(self, monkeypatch):
+        """Each call of a layer that has not kept its plan makes a key."""
+        policy = Policy(workspace_limit=987654321)
+        asked = []
+        model = devices.device_model
+        monkeypatch.setattr(devices, "device_model", lambda device: asked.append(device) or model(device))
+        keys = [Key.of(PROBLEM, policy, CPU, ("reference",)) for _ in range(3)]
+        assert asked == [CPU]
+        assert keys[0] == keys[2]
+        other = Key.of(PROBLEM, Policy(workspace_limit=987654322), CPU, ("reference",))
+        assert (other.policy.workspace_limit, len(asked)) == (987654322, 2)
+
+    def test_pickled(self):
+        again = pickle.loads(pickle.dumps(key()))
+        assert again == key()
+        assert hash(again) == hash(key())
+
+    def test_file_names(self):
+        assert is_file_name(key().file_name)
+        assert not is_unfinished_name(key().file_name)
+        for name in ("choice.json", f"{key().file_name}.bak", f" {key().file_name}", "forward-0.json", "README"):
+            assert not is_file_name(name)
+            assert not is_unfinished_name(name)
 
     def test_what_was_recorded_is_no_part_of_it(self):
         assert choice(recorded={"date": "later"}) == choice()
@@ -199,12 +253,13 @@ class TestChoice:
         old = choice().pin(tmp_path)
         before = old.read_text()
 
-        def full(self, text, **_):
-            with self.open("w") as file:
-                file.write(text[:20])
+        def full(self, target):
+            assert target == old
+            assert is_unfinished_name(self.name)
+            self.write_text(self.read_text()[:20])
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("pathlib.Path.write_text", full)
+        monkeypatch.setattr("pathlib.Path.replace", full)
         with pytest.raises(OSError, match="No space"):
             choice(algo="fft").pin(tmp_path)
         assert list(tmp_path.iterdir()) == [old]
@@ -226,6 +281,15 @@ class TestPolicy:
             raise KeyError
         assert current_policy() == Policy()
 
+    def test_json_there_and_back(self):
+        full = Policy("heuristic", True, 7, 1e-3, "both", "wide", "warm")
+        for one in (Policy(), full):
+            assert Policy(**json.loads(json.dumps(one.to_json()))) == one
+            again = pickle.loads(pickle.dumps(one))
+            assert again == one
+            assert hash(again) == hash(one)
+        assert all(getattr(full, name) != getattr(Policy(), name) for name in FIELDS)
+
     def test_a_new_thread_has_the_default(self):
         seen = []
         with policy(deterministic=True):
@@ -242,6 +306,14 @@ class TestPolicy:
             ({"workspace_limit": -1}, ValueError, "workspace_limit -1"),
             ({"workspace_limit": "2GiB"}, TypeError, "workspace_limit"),
             ({"workspace_limit": 1.5}, TypeError, "workspace_limit"),
+            ({"max_error": 0}, ValueError, "max_error 0"),
+            ({"max_error": float("nan")}, ValueError, "max_error nan"),
+            ({"max_error": float("inf")}, ValueError, "max_error inf"),
+            ({"max_error": True}, TypeError, "max_error"),
+            ({"max_error": "1e-3"}, TypeError, "max_error"),
+            ({"time": "wall"}, ValueError, "time 'wall'"),
+            ({"effort": "max"}, ValueError, "effort 'max'"),
+            ({"l2": "hot"}, ValueError, "l2 'hot'"),
             ({"speed": 3}, TypeError, "speed"),
         ],
     )

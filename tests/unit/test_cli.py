@@ -28,9 +28,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for name in ("train", "find", "info"):
+    for name in ("train", "find", "choices", "info"):
         assert name in text
-    for name in ("train", "find", "info"):
+    for name in ("train", "find", "choices", "info"):
         with pytest.raises(SystemExit) as stopped:
             cli.main([name, "--help"])
         assert stopped.value.code == 0
@@ -131,7 +131,7 @@ def test_python_m_flcuda() -> None:
 
 
 def test_commands_are_modules() -> None:
-    for name in ("train", "find", "info"):
+    for name in ("train", "find", "choices", "info"):
         module = getattr(cli, name, None) or __import__(f"flcuda.cli.{name}", fromlist=["run"])
         assert isinstance(module, types.ModuleType)
         assert callable(module.configure)

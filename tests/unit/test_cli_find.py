@@ -13,9 +13,11 @@ from rich.console import Console
 
 from flcuda import device as devices
 from flcuda.cli import find as command
-from flcuda.errors import DeviceNotFoundError, FlcudaError
+from flcuda.errors import CudnnNotSupportedError, DeviceNotFoundError, FlcudaError
 from flcuda.finder import default_store
+from flcuda.finder.policy import Policy
 from flcuda.finder.problem import Problem
+from flcuda.finder.problems import NAMES, problems
 
 LINE = "forward n2 c3 6x5 k4 3x3 p1 float32 nchw"
 
@@ -58,7 +60,7 @@ def test_all_prints_three_tables(capsys):
     out = capsys.readouterr().out
     places = [out.index(f"{direction} n2 c3") for direction in ("forward", "backward_data", "backward_filter")]
     assert places == sorted(places)
-    assert out.count("median ms") == 3
+    assert out.count("host us") == 3
 
 
 def test_json(capsys):
@@ -112,7 +114,12 @@ def test_policy_options(capsys, monkeypatch):
     assert call(LINE, "--device", "cpu", "--deterministic", "--workspace-limit", "1MiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"] == "fake:good"
-    assert found["policy"] == {"mode": "find", "deterministic": True, "workspace_limit": 1 << 20}
+    assert Policy(**found["policy"]) == Policy(deterministic=True, workspace_limit=1 << 20)
+    options = ["--time", "host", "--effort", "wide", "--l2", "warm", "--max-error", "0.5"]
+    with pytest.raises(ValueError, match="fake:good"):
+        # its results are all 1, which verification finds to be wrong
+        call(LINE, "--device", "cpu", *options)
+    assert source.asked[-1] == Policy(time="host", effort="wide", l2="warm", max_error=0.5)
     assert call(LINE, "--device", "cpu", "--mode", "heuristic", "--json") == 0
     assert json.loads(capsys.readouterr().out)["best"] == "fake:racy"
     assert source.asked[-1].mode == "heuristic"
@@ -147,6 +154,145 @@ def test_a_bar_only_for_a_long_search_on_a_terminal(monkeypatch, capsys, patienc
     only(monkeypatch, *(Fake(f"algo{n}", run_errors=lambda call: time.sleep(0.01)) for n in range(6)))
     assert call(LINE, "--device", "cpu", "--json") == 0
     assert ("forward" in screen.getvalue()) == shown
+    json.loads(capsys.readouterr().out)
+
+
+# --- many problems --------------------------------------------------------------------------------------------------
+
+
+def rows_of(out: str) -> list[list[str]]:
+    """The words of the lines of problems."""
+    return [line.split() for line in out.split("\n") if " n2 " in line or " n1 " in line]
+
+
+def test_nothing_to_find():
+    with pytest.raises(ValueError, match="name what to find: a problem, --model NAME or --problems FILE"):
+        call("--device", "cpu")
+
+
+def test_a_model_prints_a_line_a_problem_and_the_totals(monkeypatch, capsys):
+    only(monkeypatch, Fake("slow", delay=8), Fake("fast", delay=2))
+    assert call("--model", "resnet18", "--batch", "1", "--device", "cpu") == 0
+    out, err = capsys.readouterr()
+    assert err == "no GPU is used: the reference source runs on the CPU\n"
+    rows = rows_of(out)
+    found = problems("resnet18", 1)
+    assert [" ".join(row[3:-1]) for row in rows] == [str(problem) for problem in found]
+    assert {(row[0], row[-1]) for row in rows} == {("2.001", "fake:fast")}
+    times = {" ".join(row[3:-1]): int(row[2]) for row in rows}
+    assert times["forward n1 c64 56x56 k64 3x3 p1 s1 float32 nchw"] == 4
+    # 20 convolutions, one of which has no data gradient
+    assert sum(times.values()) == 59
+    speed = found[0].flops / 2.001e9
+    assert float(rows[0][1]) == pytest.approx(speed, rel=1e-2)
+    total = " ".join(out[out.index("total") :].split())
+    assert total.startswith("total 118.1 ms, ")
+    assert "for 59 (32 distinct): forward 40.02, backward_data 38.02, backward_filter 40.02; searched in " in total
+    # the best of each is stored, as by a search alone
+    assert len(list(default_store().folder.glob("*.json"))) == 32
+
+
+def test_the_default_layout_is_that_of_the_precision(monkeypatch, capsys):
+    only(monkeypatch, Fake("a"))
+    monkeypatch.setattr(command, "problems", lambda *args, **how: problems(*args, **how)[:1])
+    words = ("--model", "unet", "--batch", "2", "--device", "cpu", "--mode", "heuristic")
+    for precision, layout in (("float32", "nchw"), ("float64", "nchw"), ("tf32", "nhwc"), ("bfloat16", "nhwc")):
+        assert call(*words, "--precision", precision) == 0
+        ((*_, said, laid, _),) = rows_of(capsys.readouterr().out)
+        assert (said, laid) == (precision, layout)
+    assert call(*words, "--precision", "float16", "--layout", "nchw") == 0
+    assert "float16 nchw" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="'resnet51' must be one of resnet18"):
+        call("--model", "resnet51", "--device", "cpu")
+    with pytest.raises(ValueError, match="batch 2: the problems of 'suite'"):
+        call("--model", "suite", "--batch", "2", "--device", "cpu")
+
+
+def test_help_names_the_models(capsys):
+    with pytest.raises(SystemExit):
+        call("--help")
+    out = " ".join(capsys.readouterr().out.split())
+    for name in NAMES:
+        # a name may be broken at its hyphen
+        assert name in out.replace("- ", "-")
+
+
+@pytest.fixture
+def half_refused(monkeypatch):
+    """Lets backward_data fail everywhere."""
+    source = only(monkeypatch, Fake("good", delay=3))
+    own = source.candidates
+
+    def candidates(problem, policy, device):
+        if problem.kind == "backward_data":
+            yield Fake("bad", reason="is refused here").candidate("fake")
+        else:
+            yield from own(problem, policy, device)
+
+    source.candidates = candidates
+
+
+def test_a_file_whose_failures_are_listed(half_refused, tmp_path, capsys):
+    path = tmp_path / "mine.txt"
+    path.write_text(f"# two\n{LINE}\n{LINE.replace('forward', 'all')} # again\n", encoding="utf-8")
+    assert call("--problems", str(path), "--device", "cpu") == 1
+    out = capsys.readouterr().out
+    rows = [row for row in rows_of(out) if row[-1].startswith("fake") or row[-1] == "failed"]
+    assert [(row[0], row[2], row[3], row[-1]) for row in rows] == [
+        ("3.001", "2", "forward", "fake:good"),
+        ("-", "1", "backward_data", "failed"),
+        ("3.001", "1", "backward_filter", "fake:good"),
+    ]
+    assert "total 9.003 ms" in out
+    ending = out[out.index("failed:") :]
+    assert "\n  backward_data n2 c3 6x5 k4 3x3 p1 s1 float32 nchw\n" in ending
+    assert ending.count("backward_data") == 1
+    assert "fake:bad: is refused here" in " ".join(ending.split())
+    assert call("--problems", str(path), "--device", "cpu", "--json") == 1
+    value = json.loads(capsys.readouterr().out)
+    assert [row["count"] for row in value["problems"]] == [2, 1]
+    assert value["problems"][0]["report"]["best"] == "fake:good"
+    assert value["totals"]["total_ms"] == pytest.approx(9.003)
+    assert value["totals"]["count"] == 3
+    assert [failure["problem"].split()[0] for failure in value["failures"]] == ["backward_data"]
+    path.write_text("forward n2 c3\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.txt, line 1: "):
+        call("--problems", str(path), "--device", "cpu")
+
+
+def test_of_all_one_may_fail(half_refused, capsys):
+    line = LINE.replace("forward", "all")
+    assert call(line, "--device", "cpu") == 1
+    out = capsys.readouterr().out
+    assert out.count("fake:good") == 2
+    assert out.index("backward_filter n2") < out.index("failed:")
+    assert call(line, "--device", "cpu", "--json") == 1
+    three = json.loads(capsys.readouterr().out)
+    assert "is refused here" in three[1]["failure"]
+    assert three[2]["best"] == "fake:good"
+    with pytest.raises(ValueError, match="is refused here"):
+        call(LINE.replace("forward", "backward_data"), "--device", "cpu")
+
+
+def test_repeat(half_refused, capsys):
+    assert call(LINE, "--device", "cpu", "--repeat", "3") == 0
+    out = capsys.readouterr().out
+    assert "3 searches of each of 1 problem\n" in out
+    assert "changed in 0 of 2 repeats" in out
+    assert not default_store().folder.exists() or not list(default_store().folder.glob("*.json"))
+    assert call(LINE.replace("forward", "all"), "--device", "cpu", "--repeat", "2", "--json") == 1
+    value = json.loads(capsys.readouterr().out)
+    assert (value["times"], value["changes"], value["chances"]) == (2, 0, 2)
+    assert len(value["failures"]) == 1
+
+
+def test_the_bar_of_many_names_the_problem(monkeypatch, capsys):
+    screen = io.StringIO()
+    monkeypatch.setattr(command, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
+    only(monkeypatch, Fake("a", run_errors=lambda call: time.sleep(0.02)))
+    assert call("--model", "unet", "--batch", "1", "--device", "cpu", "--mode", "heuristic", "--json") == 0
+    assert " n1 c" in screen.getvalue()
+    # and what is printed goes where it should
     json.loads(capsys.readouterr().out)
 
 
@@ -270,6 +416,35 @@ def test_plan_only_without_an_engine(planned, monkeypatch, capsys):
     assert "no engine can be used" in capsys.readouterr().out
 
 
+def test_plan_only_of_a_model(planned, capsys):
+    words = ("--model", "resnet18", "--batch", "2", "--gpu", "test", "--plan-only", "--effort", "wide")
+    assert call(*words) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("for NVIDIA Test, cuDNN 9.99.0. Nothing was measured")
+    assert "       4    7     4  forward n2 c64 56x56 k64 3x3 p1 s1 float32 nchw; 62, 2.5 MB\n" in out
+    assert len(planned) == 32
+    assert all(policy.effort == "wide" for _, policy, _ in planned)
+    assert call(*words, "--json") == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert sum(report["count"] for report in reports) == 59
+    assert reports[0]["rows"][0]["engine"] == 62
+
+
+def test_plan_only_goes_on_after_a_failure(planned, monkeypatch, capsys):
+    def offers(problem, policy, *, properties):
+        if problem.kind == "forward":
+            raise CudnnNotSupportedError("plan", 3000, "no such engine", "CUDNN_STATUS_NOT_SUPPORTED")
+        return OFFERS
+
+    monkeypatch.setattr(command.graph, "offers", offers)
+    assert call(LINE.replace("forward", "all"), "--gpu", "test", "--plan-only") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("backward_data n2")
+    assert "no such engine" in out[out.index("failed:") :]
+    with pytest.raises(CudnnNotSupportedError):
+        call(LINE, "--gpu", "test", "--plan-only")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -277,6 +452,19 @@ def test_plan_only_without_an_engine(planned, monkeypatch, capsys):
         (["--plan-only"], "--plan-only needs --gpu"),
         (["--plan-only", "--gpu", "h200", "--device", "cpu"], "--device cpu contradicts --plan-only"),
         (["--plan-only", "--gpu", "h200", "--verify"], "--verify contradicts --plan-only"),
+        (["--plan-only", "--gpu", "h200", "--repeat", "3"], "--repeat contradicts --plan-only"),
+        (["--plan-only", "--gpu", "h200", "--l2", "warm"], "--l2 contradicts --plan-only"),
+        (["--mode", "heuristic", "--time", "host"], "--time contradicts --mode heuristic"),
+        (["--mode", "heuristic", "--max-error", "0.1"], "--max-error contradicts --mode heuristic"),
+        (["--max-error", "0.1", "--no-verify"], "--max-error 0.1 contradicts --no-verify"),
+        (["--max-error", "-1", "--device", "cpu"], "max_error -1"),
+        (["--repeat", "3", "--verify"], "--repeat contradicts --verify"),
+        (["--repeat", "1", "--device", "cpu"], "times 1 must be 2 or more"),
+        (["--model", "resnet18"], "a problem and --model contradict"),
+        (["--problems", "mine.txt"], "a problem and --problems contradict"),
+        (["--batch", "3"], "--batch needs --model"),
+        (["--precision", "float16"], "--precision needs --model"),
+        (["--layout", "nhwc"], "--layout needs --model"),
         (["--cudnn", "a", "--cudnn", "b"], "--cudnn needs --plan-only"),
         (["--plan-only", "--gpu", "h200", "--cudnn", "a"], "given 1 times"),
         (["--plan-only", "--gpu", "h200", *["--cudnn", "a"] * 3], "given 3 times"),

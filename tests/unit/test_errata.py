@@ -1,7 +1,10 @@
 """The list of known faults, and whom it concerns."""
 
 import dataclasses
+import math
+from dataclasses import replace
 
+import engine_sweep
 import pytest
 
 from flcuda.finder import errata
@@ -9,6 +12,7 @@ from flcuda.finder.candidate import Candidate
 from flcuda.finder.errata import ERRATA, Erratum, Gpu, apply
 from flcuda.finder.graph_problem import GraphProblem
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, Problem
+from flcuda.finder.sources.reference import ReferenceSource
 
 PROBLEM = ConvolutionProblem.parse("forward n2 c8 9x9 k8 3x3 p1 float16 nhwc")
 FAULT = Erratum(
@@ -309,3 +313,65 @@ def test_nothing_is_known_of_9_28():
     for line in ("forward n1 c8 9x9x9 k8 3x3x3 bfloat16 nhwc", "forward n1 c8 9x9 k8 3x3 float16 nhwc"):
         problem = ConvolutionProblem.parse(line)
         assert apply(candidate(), problem, Gpu(86, 92800)) == candidate()
+
+
+# --- the sweep that known faults come from ----------------------------------------------------------------------------
+
+CHILD = """
+import json, os, sys
+skipped = json.load(sys.stdin)["skipped"]
+for name, verdict in (("a", "right"), ("b", "fault wrong by 7"), ("c", None), ("d", "refused no"), ("e", "right")):
+    if name in skipped:
+        continue
+    print("run", name, flush=True)
+    if verdict is None:
+        print("the context is lost", file=sys.stderr, flush=True)
+        os.abort()
+    print(verdict, flush=True)
+"""
+
+
+def test_a_sweep_goes_on_behind_what_ended_the_process(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    monkeypatch.setattr(engine_sweep, "__file__", str(child))
+    found = engine_sweep.sweep(["any"], seconds=30)
+    assert found.ran == 3
+    wrong, ended = found.faults
+    assert wrong == "b: wrong by 7"
+    assert ended.startswith("c: ended the process with -6")
+    assert "the context is lost" in ended
+    child.write_text("import sys; sys.exit('no GPU')")
+    with pytest.raises(RuntimeError, match="outside of any candidate: no GPU"):
+        engine_sweep.sweep(["any"], seconds=30)
+
+
+def test_a_sweep_runs_what_is_offered_and_what_is_around_it(monkeypatch, capsys):
+    """On the CPU, with the reference's candidates in the place of engines."""
+    problem = ConvolutionProblem.parse("forward n2 c3 5x5 k4 3x3 p1")
+
+    class Source(ReferenceSource):
+        def candidates(self, problem, policy, device):
+            assert policy.effort == "wide"
+            for candidate in super().candidates(problem, policy, device):
+                yield replace(candidate, parameters=(("knob", 0),))
+
+        def around(self, problem, candidate, policy, device):
+            runner = candidate.build()
+
+            def wrong(x, w, out):
+                runner(x, w, out)
+                out += 1
+
+            yield replace(candidate, parameters=(("knob", 1),), build=lambda: wrong)
+
+    monkeypatch.setattr(engine_sweep.graph, "GraphSource", Source)
+    monkeypatch.setattr(engine_sweep.devices, "resolve", lambda word: engine_sweep.devices.CPU)
+    engine_sweep._child([str(problem)], [], math.inf, 1, 0)
+    lines = capsys.readouterr().out.splitlines()
+    names, verdicts = lines[::2], lines[1::2]
+    assert [name.split("| ")[1] for name in names][-1].endswith('{"knob": 1}')
+    assert set(verdicts[:-1]) == {"right"}
+    assert verdicts[-1].startswith("fault ")
+    engine_sweep._child([str(problem)], [name.removeprefix("run ") for name in names], math.inf, 1, 0)
+    assert capsys.readouterr().out == ""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from finder_fakes import PROBLEM, Fake, only
+from finder_fakes import PROBLEM, Fake, FakeSource, only
 
 import flcuda
 from flcuda import device as devices
@@ -703,7 +703,7 @@ class TestUserSource:
         flcuda.source("gpu-only", devices=("cuda",))(lambda problem: ())
         assert [source.name for source in sources.sources_for(devices.CPU, PROBLEM)] == ["reference"]
         names = [source.name for source in sources.sources_for(devices.Device("cuda"), PROBLEM)]
-        assert names == ["graph", "legacy", "gpu-only"]
+        assert names == ["graph", "legacy", *sources.REWRITES, "gpu-only"]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
@@ -837,6 +837,91 @@ class TestVerify:
         assert report["fake:wrong"].reason is not None
         found = report["fake:right"].verification
         assert found.error <= found.bound
+
+
+class Climbing(FakeSource):
+    """A source whose candidates have neighbours: one knob lower, down to where it is fastest."""
+
+    def around(self, problem, candidate, policy, device):
+        self.looked = [*getattr(self, "looked", []), candidate.algo]
+        for step in (-1, 1):
+            number = int(candidate.algo) + step
+            yield Fake(str(number), delay=abs(number - 3)).candidate(self.name)
+
+
+class TestWide:
+    def climbing(self, monkeypatch, *fakes):
+        only(monkeypatch)
+        source = Climbing(list(fakes))
+        monkeypatch.setattr(sources, "_registered", {source.name: source})
+        return source
+
+    def test_it_climbs_to_where_nothing_new_leads(self, monkeypatch):
+        Verdicts(monkeypatch)
+        source = self.climbing(monkeypatch, Fake("6", delay=3), Fake("50", delay=47))
+        seen = []
+        report = find(PROBLEM, policy=Policy(effort="wide"), progress=lambda done, total: seen.append((done, total)))
+        assert report.best.algo == "3"
+        assert len(source.looked) == len(set(source.looked))
+        assert seen == sorted(seen)
+        assert seen[-1][0] == seen[-1][1] == len(report.rows)
+        assert len({row.label for row in report.rows}) == len(report.rows)
+
+    def test_fast_does_not_climb(self, monkeypatch):
+        source = self.climbing(monkeypatch, Fake("6", delay=3))
+        assert find(PROBLEM).best.algo == "6"
+        assert not hasattr(source, "looked")
+
+    def test_it_ends(self, monkeypatch):
+        Verdicts(monkeypatch)
+        self.climbing(monkeypatch, Fake("600", delay=900))
+        report = find(PROBLEM, policy=Policy(effort="wide"))
+        assert int(report.best.algo) == 600 - search.ROUNDS
+
+    def test_what_may_win_is_verified(self, monkeypatch):
+        wrong = Verification(math.inf, 1e-6, None, "wrong at y[0, 1, 2, 3]")
+        verdicts = Verdicts(monkeypatch, **{"3": wrong})
+        self.climbing(monkeypatch, Fake("4", delay=1))
+        report = find(PROBLEM, policy=Policy(effort="wide"))
+        assert report["fake:3"].reason == "wrong at y[0, 1, 2, 3]"
+        assert report.best.algo in ("2", "4")
+        assert {algo for algo, *_ in verdicts.checked} >= {"3", report.best.algo}
+
+    def test_a_neighbour_that_the_policy_forbids_is_a_row_with_the_reason(self, monkeypatch):
+        Verdicts(monkeypatch)
+        source = self.climbing(monkeypatch, Fake("4", delay=1))
+        monkeypatch.setattr(
+            source, "around", lambda *args: [Fake("3", workspace=5000).candidate(source.name)], raising=False
+        )
+        report = find(PROBLEM, policy=Policy(effort="wide", workspace_limit=4999))
+        assert report.best.algo == "4"
+        assert report["fake:3"].reason == "workspace of 5000 bytes is above the limit of 4999"
+
+
+class TestMaxError:
+    def test_what_is_less_exact_is_not_chosen(self, monkeypatch):
+        rough = Verification(0.25, 1.0, True, None, 1e-3)
+        Verdicts(monkeypatch, rough=rough)
+        only(monkeypatch, Fake("rough"), Fake("exact", delay=5))
+        assert find(PROBLEM, policy=Policy(max_error=1e-4)).best.algo == "exact"
+        report = find(PROBLEM, policy=Policy(max_error=1e-4))
+        assert "error of 0.001 is above the 0.0001" in report["fake:rough"].reason
+        assert find(PROBLEM, policy=Policy(max_error=1e-2)).best.algo == "rough"
+        assert plan(PROBLEM, policy=Policy(max_error=1e-5)).choice.algo == "exact"
+
+    def test_it_needs_verification(self, monkeypatch):
+        only(monkeypatch, Fake("a"))
+        with pytest.raises(ValueError, match=r"verify is False, and policy.max_error 0.1 needs"):
+            find(PROBLEM, policy=Policy(max_error=0.1), verify=False)
+
+
+class TestStoring:
+    def test_not_when_told_so(self, monkeypatch):
+        only(monkeypatch, Fake("a"))
+        report = find(PROBLEM, store=False)
+        assert default_store().get(report.key) is None
+        find(PROBLEM)
+        assert default_store().get(report.key) == report.best
 
 
 class TestGraph:

@@ -15,6 +15,7 @@ import finder_fakes
 import numpy as np
 import pytest
 
+import flcuda
 from flcuda import device as devices
 from flcuda.device import CPU, Device
 from flcuda.errors import CudnnError, CudnnNotSupportedError, FlcudaError
@@ -412,6 +413,125 @@ def test_a_refusal_on_the_fast_path_falls_to_the_next_candidate(cuda: Cuda) -> N
     with pytest.raises(CudnnError) as failed:
         plan(x, w, out=y)
     assert any("problem: " in note for note in failed.value.__notes__)
+
+
+def falling(runner: Any, *others: Any) -> Plan:
+    """A Plan with other candidates, of the workspaces that their runners have."""
+    plan = made(PROBLEM, runner)
+    candidate = finder_fakes.Fake("other").candidate("fake")
+    chosen = finder_fakes.choice(algo="other")
+    plan._others = lambda: iter(
+        [
+            (chosen, replace(candidate, build=lambda other=other: other, workspace=other.workspace))  # type: ignore[misc]
+            for other in others
+        ]
+    )
+    return plan
+
+
+def test_the_long_path_warns_its_caller(cuda: Cuda) -> None:
+    x, w, y = operands()
+    for call in (lambda plan: plan(x, w, out=y), lambda plan: plan(x=x, w=w, out=y), lambda plan: plan.run(x, w, y)):
+        plan = falling(Runs(CudnnNotSupportedError("cudnnBackendExecute", 3000)), Runs())
+        with pytest.warns(UserWarning, match="other is used instead") as caught:
+            call(plan)
+        assert caught[0].filename == __file__
+
+
+OUT_OF_MEMORY = [
+    MemoryError("full"),
+    CudnnError("cudnnBackendExecute", 4002, "device"),
+    CudnnError("cudnnBackendExecute", 4003, "host"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["CuPy's", "cuDNN's, device", "cuDNN's, host"])
+def test_out_of_memory_goes_to_one_that_takes_less(
+    error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To any other where the one that failed takes no workspace: then an engine allocated for itself."""
+    monkeypatch.setattr(devices, "synchronize", lambda device: None)
+    freed: list[int] = []
+    pool = type("Pool", (), {"free_all_blocks": lambda self: freed.append(1)})()
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
+    x, w, y = operands()
+    for needed, more, less in ((100, 100, 99), (0, 50, 0)):
+        best, larger, smaller = Launches(error), Runs(), Runs()
+        best.workspace, larger.workspace, smaller.workspace = needed, more, less
+        plan = falling(best, larger, smaller)
+        with pytest.warns(UserWarning, match="other is used instead"):
+            plan(x, w, out=y)
+        assert len(best.calls) == 2, "once more after the pool was emptied"
+        assert [len(each.calls) for each in (larger, smaller)] == ([0, 1] if needed else [1, 0])
+    assert len(freed) == 2
+
+
+def test_out_of_memory_is_remembered_for_that_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all threads of the process, and for no other limit: there the same candidate may fit."""
+    best = finder_fakes.Fake("best", 1.0, workspace=100)
+    finder_fakes.only(monkeypatch, best, finder_fakes.Fake("less", 3.0, delay=60, workspace=99))
+    limits = (None, 1000, 2000)
+
+    def chosen(limit: int | None) -> str:
+        policy = flcuda.Policy(workspace_limit=limit)
+        arrays = finder_fakes.PROBLEM.random_arrays()
+        plan = flcuda.plan(finder_fakes.PROBLEM, policy=policy, device="cpu")
+        plan(**arrays)
+        return plan.choice.algo
+
+    assert [chosen(limit) for limit in limits] == ["best"] * 3
+    best.run_errors = lambda _: MemoryError("full")
+    with pytest.warns(UserWarning, match="less is used instead"):
+        assert chosen(1000) == "less"
+    tried = best.calls
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(chosen(1000)))
+    thread.start()
+    thread.join()
+    assert found == ["less"]
+    assert best.calls == tried
+    best.run_errors = lambda _: None
+    assert [chosen(limit) for limit in limits] == ["best", "less", "best"]
+
+
+def test_what_an_error_leaves_behind_is_no_candidate(cuda: Cuda) -> None:
+    """Every candidate out of memory: the caller gets that error, and the next call tries no candidate again."""
+    runner, other = Launches(MemoryError("full")), Runs(MemoryError("full too"))
+    runner.workspace = 100
+    plan = falling(runner, other)
+    x, w, y = operands()
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Plan, "_retried", lambda *_: False)
+            with pytest.raises(MemoryError, match="full") as caught:
+                plan(x, w, out=y)
+        assert any(str(PROBLEM) in note for note in caught.value.__notes__)
+    assert len(other.calls) == 1
+
+
+def test_run_at_runs_by_addresses_and_falls_like_run(cuda: Cuda) -> None:
+    runner, other = Launches(), Runs()
+    plan = falling(runner, other)
+    arrays = tuple(operands())
+    plan.run_at((1, 2, 3), arrays)
+    assert runner.calls == [(1, 2, 3)]
+    runner.error = CudnnNotSupportedError("cudnnBackendExecute", 3000)
+    with pytest.warns(UserWarning, match="other is used instead") as caught:
+        plan.run_at((1, 2, 3), arrays)
+    assert caught[0].filename == __file__
+    plan.run_at((1, 2, 3), arrays)
+    assert other.calls == [arrays, arrays]
+
+
+def test_what_ran_is_told_once(cuda: Cuda) -> None:
+    told: list[str] = []
+    plan = made(PROBLEM, Launches(), ran=lambda choice: told.append(choice.algo))
+    plan.choice = replace(plan.choice, median_ms=None)
+    plan._news = True
+    arrays = tuple(operands())
+    for _ in range(3):
+        plan.run_at(addresses_of(arrays), arrays)
+    assert told == ["im2col"]
 
 
 # --- several inputs and outputs ---------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from flcuda.finder.problem import (
     output_shape,
     padding_pair,
 )
-from flcuda.finder.problems import problems
 
 LINE = "forward n128 c64 56x56 k64 3x3 p1 s1 float16 nhwc"
 
@@ -481,16 +480,3 @@ class TestValue:
     def test_numpy_integers_become_plain(self):
         problem = ConvolutionProblem.create("forward", np.array([1, 2, 5]), np.array([2, 2, 3]), stride=np.int64(2))
         assert all(type(entry) is int for entry in (*problem.x_shape, *problem.stride))
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet34"])
-def test_problems_of_a_network(name):
-    found = problems(name, batch=4, dtype="float16", layout="nhwc")
-    assert len(found) == len(set(found)) == 32
-    assert {problem.direction for problem in found} == set(DIRECTIONS)
-    assert not [p for p in found if p.direction == "backward_data" and p.x_shape[1] == 3]
-    assert all(problem.x_shape[0] == 4 and problem.layout_of("x") == "nhwc" for problem in found)
-    stem = found[0]
-    assert str(stem) == "forward n4 c3 224x224 k64 7x7 p3 s2 float16 nhwc"
-    with pytest.raises(ValueError, match="resnet50"):
-        problems("resnet50")

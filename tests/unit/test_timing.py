@@ -1,15 +1,18 @@
-"""The timer and the measuring of candidates, on the CPU."""
+"""The timer: on the CPU, and on a stream that is a thread."""
 
+import sys
 import time
+import types
 
-import numpy as np
 import pytest
+from finder_fakes import fake_cupy
 
+from flcuda import device as devices
 from flcuda import timing
 from flcuda.device import CPU, Device
-from flcuda.errors import CudnnNotSupportedError
-from flcuda.finder.candidate import Candidate
-from flcuda.finder.measure import measure
+from flcuda.errors import CudnnNotSupportedError, FlcudaError
+
+GPU = Device("cuda", 0)
 
 
 def test_times_a_sleep():
@@ -19,6 +22,7 @@ def test_times_a_sleep():
     assert times.median_ms < 100
     assert times.spread_ms == times.high_ms - times.low_ms
     assert times.host_us == pytest.approx(1e3 * times.median_ms)
+    assert (times.launches, times.queued) == (1, True)
 
 
 def test_runs_no_more_often_than_it_says():
@@ -43,168 +47,280 @@ def test_a_budget_lowers_the_number_of_samples_but_not_to_none():
     assert len(calls) == timing.LEAST_REPEATS
 
 
-@pytest.mark.parametrize("arguments", [{"repeats": 0}, {"warmup": -1}, {"budget_s": -1.0}])
+@pytest.mark.parametrize("arguments", [{"repeats": 0}, {"warmup": -1}, {"budget_s": -1.0}, {"launches": 0}])
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         timing.measure(lambda: None, CPU, **arguments)
 
 
-class Sleeper:
-    workspace = 0
-
-    def __init__(self, seconds, error=None):
-        self.seconds = seconds
-        self.error = error
-        self.calls = 0
-
-    def __call__(self, a, b, out):
-        self.calls += 1
-        if self.error is not None:
-            raise self.error
-        time.sleep(self.seconds)
-        out[...] = a + b
+def test_nothing_to_run_is_an_error():
+    with pytest.raises(ValueError, match="runs"):
+        timing.measure([], CPU)
 
 
-def candidate(algo, runner, reason=None):
-    def build():
-        if isinstance(runner, Exception):
-            raise runner
-        return runner
-
-    return Candidate("test", algo, "fma", 0, True, build, reason=reason)
+def test_callables_take_turns():
+    calls = []
+    timing.measure([lambda: calls.append("a"), lambda: calls.append("b")], CPU, warmup=1, repeats=4)
+    assert calls == ["a", "b", "a", "b", "a"]
 
 
-class Clock:
-    """Stands for both timers: each candidate takes the milliseconds that it is told, the last one for ever."""
+def test_works_take_turns_and_each_has_its_own_times():
+    calls = []
 
-    def __init__(self, monkeypatch, **times):
-        self.times = {name: list(values) for name, values in times.items()}
-        self.runs = dict.fromkeys(times, 0)
-        monkeypatch.setattr(timing, "once", self.once)
-        monkeypatch.setattr(timing, "measure", self.measure)
+    def work(name, seconds):
+        def run():
+            calls.append(name)
+            time.sleep(seconds)
 
-    def candidates(self):
-        return [candidate(name, Runner(self, name)) for name in self.times]
+        return [run]
 
-    def once(self, run, device):
-        run()
-        name = self.last
-        self.runs[name] += 1
-        times = self.times[name]
-        return times.pop(0) if len(times) > 1 else times[0]
-
-    def measure(self, run, device, *, warmup, repeats, budget_s=0.0):
-        return timing.summary([self.once(run, device) for _ in range(repeats)], [0.0] * repeats)
+    slow, fast = timing.in_turn([work("slow", 0.012), work("fast", 0.002)], CPU, warmup=1, repeats=3)
+    assert calls == ["slow", "fast"] * 4
+    assert slow.median_ms >= 12
+    assert 2 <= fast.median_ms < 12
+    assert timing.in_turn([], CPU) == []
 
 
-class Runner:
-    workspace = 0
-
-    def __init__(self, clock, name):
-        self.clock = clock
-        self.name = name
-
-    def __call__(self, a, b, out):
-        self.clock.last = self.name
+def test_no_two_works_share_a_buffer_in_a_row():
+    """On a GPU the second one would find what the first one has read in the cache."""
+    used = []
+    works = [[lambda buffer=buffer: used.append(buffer) for buffer in range(3)] for _ in range(2)]
+    timing.in_turn(works, CPU, warmup=1, repeats=5)
+    assert used == [n % 3 for n in range(12)]
 
 
-OPERANDS = (np.ones(3), np.ones(3), np.empty(3))
+def test_summary_is_of_percentiles():
+    times = timing.summary([float(n) for n in range(1, 12)], [0.001, 0.002, 0.009], launches=3, queued=False)
+    assert (times.low_ms, times.median_ms, times.high_ms) == (2.0, 6.0, 10.0)
+    assert (times.samples, times.launches, times.queued) == (11, 3, False)
+    assert times.host_us == pytest.approx(2.0)
 
 
-def algos(rows):
-    return [row.candidate.algo for row in rows]
+def test_enough_buffer_sets_push_two_caches_of_data_between_two_uses_of_one():
+    mib = 1 << 20
+    assert timing.buffer_sets(200 * mib, 50 * mib) == 2
+    assert timing.buffer_sets(30 * mib, 50 * mib) == 5
+    assert timing.buffer_sets(100, 50 * mib) == timing.MOST_BUFFER_SETS
+    assert timing.buffer_sets(100, 0) == 1
+    for set_bytes in (3 * mib, 7 * mib, 99 * mib):
+        sets = timing.buffer_sets(set_bytes, 50 * mib)
+        assert (sets - 1) * set_bytes >= 100 * mib
+        assert (sets - 2) * set_bytes < 100 * mib
 
 
-class TestCpu:
-    def test_disturbed_samples_do_not_count(self, monkeypatch):
-        """One hiccup, even in the first run or in most of them, does not cost a fast candidate its place."""
-        clock = Clock(monkeypatch, slow=[8.0], fast=[90.0, 30.0, 4.0, 25.0], steady=[5.0])
-        rows = measure(clock.candidates(), OPERANDS, CPU)
-        assert algos(rows) == ["fast", "steady", "slow"]
-        assert rows[0].timing.low_ms >= 4
+class TestStream:
+    """The CUDA side, on a stream that sleeps for its kernels."""
 
-    def test_what_is_slow_runs_once(self, monkeypatch):
-        clock = Clock(monkeypatch, slower=[900.0], slow=[250.0])
-        rows = measure(clock.candidates(), OPERANDS, CPU)
-        assert algos(rows) == ["slow", "slower"]
-        assert clock.runs == {"slower": 1, "slow": 1}
-        assert rows[0].timing.median_ms == 250.0
-        assert rows[0].timing.samples == 1
+    def test_the_devices_time_is_counted_and_the_hosts_apart(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
 
-    def test_all_candidates_share_one_budget(self, monkeypatch):
-        clock = Clock(monkeypatch, a=[100.0], b=[60.0])
-        rows = measure(clock.candidates(), OPERANDS, CPU)
-        assert algos(rows) == ["b", "a"]
-        # 160 ms, then 100 and 60: then the 300 ms are used up
-        assert clock.runs == {"a": 2, "b": 2}
+        def run():
+            time.sleep(0.02)
+            cupy.kernel(3.0)
 
-    def test_quick_ones_are_sampled_well_and_one_alone_hardly(self, monkeypatch):
-        clock = Clock(monkeypatch, a=[1.0], b=[2.0])
-        measure(clock.candidates(), OPERANDS, CPU)
-        assert clock.runs == {"a": 10, "b": 10}
-        clock = Clock(monkeypatch, alone=[1.0])
-        assert measure(clock.candidates(), OPERANDS, CPU)[0].timing.samples == 3
+        times = timing.measure(run, GPU, warmup=1, repeats=5)
+        assert times.queued
+        assert times.samples == 5
+        assert 3 <= times.median_ms < 15
+        assert times.host_us >= 20e3
 
-    def test_with_the_clock(self):
-        fast, slow = Sleeper(0.004), Sleeper(0.012)
-        rows = measure([candidate("slow", slow), candidate("fast", fast)], OPERANDS, CPU)
-        assert algos(rows) == ["fast", "slow"]
-        assert all(row.reason is None and row.runner is not None for row in rows)
-        assert rows[0].timing.median_ms >= 4
-        assert rows[0].build_ms < 4 <= rows[0].first_run_ms
+    def test_without_a_hold_the_hosts_time_would_be_counted(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 0.005)
 
-    def test_what_fails_later_is_unusable(self, monkeypatch):
-        def fails_when_run_again(a, b, out):
-            runs.append(1)
-            if len(runs) > 1:
-                raise MemoryError("full")
+        def run():
+            time.sleep(0.02)
+            cupy.kernel(1.0)
 
-        runs = []
-        rows = measure([candidate("a", fails_when_run_again), candidate("b", Sleeper(0))], OPERANDS, CPU)
-        assert algos(rows) == ["b", "a"]
-        assert rows[1].reason == "out of memory: full"
-        assert len(runs) == 2
+        times = timing.measure(run, GPU, warmup=0, repeats=4)
+        assert not times.queued
+        assert times.median_ms >= 20
+        assert times.samples == 4
+
+    def test_a_run_that_waits_for_its_stream_ends_and_says_so(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 0.05)
+
+        def run():
+            cupy.kernel(1.0)
+            cupy.stream.synchronize()
+
+        start = time.perf_counter()
+        times = timing.measure(run, GPU, repeats=3)
+        assert not times.queued
+        assert 1 <= times.median_ms < 40
+        assert time.perf_counter() - start < 2
+
+    def test_what_a_run_raises_lets_the_stream_go_on(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 60.0)
+        calls = []
+
+        def run():
+            calls.append(1)
+            if len(calls) == 4:
+                raise CudnnNotSupportedError("cudnnX", 3000, "no kernel")
+            cupy.kernel(0.5)
+
+        with pytest.raises(CudnnNotSupportedError, match="no kernel"):
+            timing.measure(run, GPU, warmup=1, repeats=10, launches=2)
+        cupy.stream.synchronize()  # would fail after 10 s
+        assert cupy.stream.done >= cupy.stream.queued - 1
+
+    def test_short_runs_are_sampled_together_and_long_ones_alone(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "SAMPLE_MS", 20.0)
+        short = timing.measure(lambda: cupy.kernel(2.0), GPU, repeats=3)
+        assert 3 <= short.launches <= 10
+        assert 2 <= short.median_ms < 10
+        assert short.samples == 3
+        long = timing.measure(lambda: cupy.kernel(21.0), GPU, repeats=3)
+        assert long.launches == 1
+        assert long.samples == 3
+        given = timing.measure(lambda: cupy.kernel(2.0), GPU, warmup=0, repeats=3, launches=4)
+        assert (given.launches, given.samples) == (4, 3)
+
+    def test_no_run_is_wasted_where_the_number_of_launches_is_given(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        calls = []
+
+        def run():
+            calls.append(1)
+            cupy.kernel(0.1)
+
+        timing.measure(run, GPU, warmup=1, repeats=3, launches=4)
+        assert len(calls) == 13
+
+    def test_a_slow_host_has_fewer_launches_a_sample(self):
+        assert timing._launches(0.01, 0.005) == 20
+        assert timing._launches(0.05, 0.005) == 4
+        assert timing._launches(5.0, 0.005) == 1
+        assert timing._launches(0.01, 50.0) == 5
+        assert timing._launches(0.0, 400.0) == 1
+
+    def test_a_budget_lowers_the_number_of_samples(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        times = timing.measure(lambda: cupy.kernel(10.0), GPU, warmup=0, repeats=100, budget_s=0.06)
+        assert times.samples in range(3, 7)
+
+    def test_works_take_turns_on_a_stream(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        calls = []
+
+        def work(name, milliseconds):
+            def run():
+                calls.append(name)
+                cupy.kernel(milliseconds)
+
+            return [run]
+
+        fast, slow = timing.in_turn([work("fast", 2.0), work("slow", 8.0)], GPU, repeats=4, launches=1)
+        assert 2 <= fast.median_ms < slow.median_ms
+        assert slow.median_ms >= 8
+        # the warm-up, a first sample of each, and the others
+        assert calls == ["fast", "slow"] * 5
+
+    def test_one_disturbed_sample_does_not_count(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 0.05)
+        calls = []
+
+        def run():
+            calls.append(1)
+            time.sleep(0.2 if len(calls) == 4 else 0.0)
+            cupy.kernel(2.0)
+
+        times = timing.measure(run, GPU, warmup=1, repeats=6, launches=1)
+        assert times.queued
+        assert times.samples == 5
+        assert times.high_ms < 50
+
+    def test_a_first_run_is_bounded(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+
+        def run():
+            time.sleep(0.03)  # loads its kernel
+            cupy.kernel(20.0)
+
+        times = timing.first(run, GPU)
+        assert 10 <= times.low_ms == times.median_ms < 40
+        assert times.high_ms >= 50
+        assert times.host_us >= 30e3
+        assert (times.samples, times.queued) == (1, False)
+        assert timing.once(run, GPU) >= 50
+
+    def test_nothing_is_timed_while_capturing(self, monkeypatch):
+        fake_cupy(monkeypatch)
+        monkeypatch.setattr(devices, "is_capturing", lambda: True)
+        with pytest.raises(FlcudaError, match="captured"):
+            timing.measure(lambda: None, GPU, warmup=0)
+        with pytest.raises(FlcudaError, match="captured"):
+            timing.once(lambda: None, GPU)
 
 
-class TestCuda:
-    """How a GPU's candidates are ranked, with a clock instead of a GPU."""
+class Nvml(types.ModuleType):
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+    reasons = 0x1 | 0x4 | 0x40
 
-    def test_the_hopeless_are_dropped_and_stay_behind(self, monkeypatch):
-        # once, then two coarse samples; "fast" is disturbed afterwards
-        clock = Clock(monkeypatch, hopeless=[9.0, 4.0], fast=[9.0, 1.0, 1.0, 6.0], close=[9.0, 2.0, 2.0, 5.0])
-        rows = measure(clock.candidates(), OPERANDS, Device("cuda", 0))
-        assert algos(rows) == ["close", "fast", "hopeless"]
-        assert clock.runs["hopeless"] == 3
-        assert rows[2].timing.samples == 2
-        assert rows[0].timing.samples == 10
-        assert all(row.reason is None for row in rows)
+    def __init__(self):
+        super().__init__("pynvml")
+        self.started = 0
 
+    def nvmlInit(self):
+        self.started += 1
 
-def test_measure_reports_what_fails_and_goes_on():
-    refused = CudnnNotSupportedError("cudnnX", 3000, "no kernel")
-    refused.add_note("seen with channels 3")
-    never = Sleeper(0)
-    rows = measure(
-        [
-            candidate("refused", refused),
-            candidate("memory", Sleeper(0, MemoryError("5 GB wanted"))),
-            candidate("excluded", never, reason="not deterministic"),
-            candidate("works", Sleeper(0)),
-        ],
-        (np.ones(3), np.ones(3), np.empty(3)),
-        CPU,
-    )
-    assert [row.candidate.algo for row in rows] == ["works", "refused", "memory", "excluded"]
-    reasons = [row.reason for row in rows]
-    assert reasons[0] is None
-    assert "no kernel" in reasons[1]
-    assert "channels 3" in reasons[1]
-    assert reasons[2] == "out of memory: 5 GB wanted"
-    assert reasons[3] == "not deterministic"
-    assert never.calls == 0
-    assert all(row.runner is None and row.timing is None for row in rows[1:])
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        return f"handle of {bus_id}"
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        assert handle == "handle of 0000:65:00.0"
+        return self.reasons
+
+    def nvmlDeviceGetClockInfo(self, handle, clock):
+        return {self.NVML_CLOCK_SM: 1755, self.NVML_CLOCK_MEM: 3201}[clock]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, clock):
+        return {self.NVML_CLOCK_SM: 1980}[clock]
 
 
-def test_measure_does_not_hide_a_bug():
-    with pytest.raises(ZeroDivisionError):
-        measure([candidate("bug", Sleeper(0, ZeroDivisionError()))], (np.ones(3), np.ones(3), np.empty(3)), CPU)
+class TestClocks:
+    @pytest.fixture(autouse=True)
+    def bus(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        cupy.runtime = types.SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:{65 + index}:00.0")
+        timing._nvml.cache_clear()
+        yield
+        timing._nvml.cache_clear()
+
+    def test_reads_them_in_words(self, monkeypatch):
+        nvml = Nvml()
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        found = timing.clocks(GPU)
+        assert found == timing.Clocks(1755, 1980, 3201, ("software power cap", "hardware thermal slowdown"))
+        assert timing.clocks(GPU) == found
+        assert nvml.started == 1
+
+    def test_an_idle_gpu_is_not_throttled(self, monkeypatch):
+        nvml = Nvml()
+        nvml.reasons = 1
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        assert timing.clocks(GPU).throttled == ()
+
+    def test_never_raises_nor_prints(self, monkeypatch, capfd):
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert timing.clocks(GPU) is None
+        nvml = Nvml()
+        nvml.nvmlInit = lambda: 1 / 0
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        assert timing.clocks(GPU) is None
+        monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+        assert timing.clocks(Device("cuda", 3)) is None
+        assert timing.clocks(CPU) is None
+        assert capfd.readouterr() == ("", "")
+
+    def test_the_real_package_without_a_gpu(self, monkeypatch):
+        """Where there is a driver, no GPU has that bus id."""
+        pytest.importorskip("pynvml")
+        monkeypatch.setattr(devices.cupy().cuda.runtime, "deviceGetPCIBusId", lambda index: "ffff:ff:ff.f")
+        assert timing.clocks(GPU) is None

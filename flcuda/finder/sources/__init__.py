@@ -61,7 +61,14 @@ _BUILT_IN = {
     "graph": ("flcuda.finder.sources.graph", "GraphSource", "cuda"),
     "legacy": ("flcuda.finder.sources.legacy", "LegacySource", "cuda"),
     "reference": ("flcuda.finder.sources.reference", "ReferenceSource", "cpu"),
+    "space_to_depth": ("flcuda.finder.sources.rewrites", "SpaceToDepth", "cuda"),
+    "padded": ("flcuda.finder.sources.rewrites", "Padded", "cuda"),
+    "relayout": ("flcuda.finder.sources.rewrites", "Relayout", "cuda"),
+    "matmul": ("flcuda.finder.sources.rewrites", "Matmul", "cuda"),
 }
+REWRITES: tuple[str, ...] = ("space_to_depth", "padded", "relayout", "matmul")
+"""Names of the built-in sources that rewrite a Problem into another one, which others solve."""
+
 _registered: dict[str, Source] = {}
 _lock = threading.Lock()
 

@@ -17,9 +17,14 @@ gradients with 4 and 8 bytes), which ends the CUDA context. A GraphProblem's ope
 
 Note [order]: cuDNN's heuristics rank configurations, an engine with values for its knobs, and the ranking is good: the
 first loses some per cent against the best. So only the first `LIMIT` that may be used are built and measured. Mode A is
-asked; where nothing of it may be used, the fallback list and mode B are. Some plans are kernels that must be compiled,
-so those that are to be measured are built in threads. Where nothing is measured, the first is built and the others when
-they are needed.
+asked; where nothing of it may be used, the fallback list and mode B are. Where nothing is measured, the first is built
+and the others when they are needed.
+
+Note [wide]: with the effort "wide" everything follows that the three modes list, and then every engine of the graph
+that none of them lists, its knobs left to cuDNN. `GraphSource.around` gives what differs from a candidate in one knob.
+cuDNN refuses the values that an engine does not have when the configuration is finalized, in 0.1 ms, and a plan takes
+it 0.2 ms; but a plan whose kernel is compiled takes 100 to 800 ms of a core. So of those only the first few are built,
+`COMPILED`, and what needs no compiler is never left out but around a candidate, where a knob may have 2048 values.
 
 Note [math]: cuDNN knows no math type in its graph API. An engine that uses tensor cores says so in its numerical notes,
 and on float32 operands that is TF32. With math "fma" those are refused. Engines of graphs that have neither a
@@ -33,9 +38,11 @@ source).
 
 import collections
 import contextlib
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +50,7 @@ from flcuda import device as devices
 from flcuda.cudnn import library as libraries
 from flcuda.cudnn import resources
 from flcuda.cudnn.device_properties import DeviceProperties
-from flcuda.cudnn.graph import EngineConfig, ExecutionPlan, Graph, OperationGraph, Tensor, build_plans
+from flcuda.cudnn.graph import Engine, EngineConfig, ExecutionPlan, Graph, Knob, OperationGraph, Tensor, build_plans
 from flcuda.cudnn.resources import Handle
 from flcuda.device import Device
 from flcuda.errors import NOT_SUPPORTED, CudnnError, cudnn_error
@@ -59,6 +66,19 @@ from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 LIMIT = 10
 """So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
 
+COMPILED = 4
+"""So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate: a quarter of a
+second on 16 cores where compilations run side by side. With twice as many, a wide search on an H200 spent two of its
+three seconds in the compiler. See Note [wide]."""
+
+AROUND = 64
+"""So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
+leaders in a few rounds this is a second a problem, of the two that a wide search may take. Most engines have 20 to 40.
+"""
+
+ALL_VALUES = 32
+"""A knob with more values than that is turned by 1, 2, 4, ... steps and to its powers of two."""
+
 LARGEST_RANK = 3
 """Spatial dimensions that cuDNN's convolutions take."""
 
@@ -68,6 +88,8 @@ _REFUSED_NOTES = {
     "winograd_tile_13x13": "Winograd with 13x13 tiles is less exact than TF32",
 }
 _TENSOR_CORE = "tensor_core"
+_COMPILED = "runtime_compilation"
+_MODES = ("A", "fallback", "B")
 _BAD_PARAMETER = 2000
 _INTERNAL = 4000
 _BLOCK = 512
@@ -334,6 +356,7 @@ def offers(
     properties: DeviceProperties | None = None,
     limit: int | None = None,
     plans: int | None = None,
+    wide: bool = False,
 ) -> list[Offer]:
     """Asks cuDNN's heuristics and builds plans in their order. See Note [order].
 
@@ -344,6 +367,7 @@ def offers(
         properties: of another GPU; borrowed. One of the two.
         limit: stop after so many that can be used; None for all.
         plans: build so many that can be used; None for all. The others count as usable by what cuDNN says of them.
+        wide: go on after the limit, with what all modes list and every other engine. See Note [wide].
 
     Returns:
         The configurations, none twice, each with its plan or the reason why there is none.
@@ -360,10 +384,9 @@ def offers(
     usable = 0
     for modes in (("A",), ("fallback", "B")):
         for mode in modes:
-            fresh = {each.key: each for each in _delivered(graph, mode) if each.key not in found}
-            judged = collections.deque((each, rules.candidate(each)) for each in fresh.values())
-            while judged and usable < most:
-                batch = _first(judged, min(most - usable, to_build or most))
+            waiting = collections.deque(_delivered(graph, mode))
+            while waiting and usable < most:
+                batch = rules.first(waiting, min(most - usable, to_build or most), found)
                 for offer in rules.offers(batch, build=to_build > 0):
                     found[offer.configuration.key] = offer
                     if offer.candidate.reason is None:
@@ -371,6 +394,9 @@ def offers(
                         to_build -= offer.plan is not None
         if usable:
             break
+    if wide:
+        for offer in rules.offers(rules.cheapest(_everything(graph), found), build=True):
+            found[offer.configuration.key] = offer
     if not found:
         # Asks every mode once more and raises with what each engine says.
         try:
@@ -385,13 +411,70 @@ def offers(
 _Judged = tuple[EngineConfig, Candidate]
 
 
-def _first(judged: collections.deque[_Judged], count: int) -> list[_Judged]:
-    """Takes configurations away from the left until so many of them have no reason against them."""
-    taken = []
-    while judged and count > 0:
-        taken.append(judged.popleft())
-        count -= taken[-1][1].reason is None
-    return taken
+def _everything(graph: OperationGraph) -> Iterator[EngineConfig]:
+    """Gives what all modes list, then every other engine with the knobs that cuDNN chooses."""
+    listed = set()
+    for mode in _MODES:
+        for configuration in _delivered(graph, mode):
+            listed.add(configuration.engine_id)
+            yield configuration
+    for engine in graph.engines():
+        if engine.id not in listed:
+            made = _configured(engine, {})
+            if made is not None:
+                yield made
+
+
+def _configured(engine: Engine, knobs: Mapping[str, int]) -> EngineConfig | None:
+    """Sets an engine's knobs; None when it does not have these values together."""
+    try:
+        return engine.configure(knobs)
+    except CudnnError as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+
+
+def _compiles(configuration: EngineConfig) -> bool:
+    return _COMPILED in configuration.behavior_notes
+
+
+# --- around a candidate -----------------------------------------------------------------------------------------------
+
+
+def neighbours(knobs: Iterable[Knob], chosen: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Gives the settings that differ in one knob.
+
+    Args:
+        knobs: those of the engine.
+        chosen: values by the knobs' words; what is not there is left to cuDNN.
+
+    Yields:
+        The settings, in the order of `chosen`, of each knob in turn the value that is nearest to the chosen one. No
+        value is cuDNN's own choice (-1) that was not before.
+    """
+    turned = [[{**chosen, knob.type: value} for value in _values(knob, chosen.get(knob.type))] for knob in knobs]
+    for settings in itertools.zip_longest(*turned):
+        yield from (setting for setting in settings if setting is not None)
+
+
+def _values(knob: Knob, now: int | None) -> list[int]:
+    """Gives a knob's other values, the nearest first; of very many only some. See `ALL_VALUES`."""
+    step = max(1, knob.stride)
+    every = range(knob.minimum, knob.maximum + 1, step)
+    # where cuDNN chose, nobody knows from where to begin
+    begin = knob.minimum if now is None or now not in every else now
+    values: Iterable[int] = every
+    if len(every) > ALL_VALUES:
+        place = every.index(begin)
+        steps = {0, *(sign << power for power in range(len(every).bit_length()) for sign in (1, -1))}
+        near = {every[place + away] for away in steps if 0 <= place + away < len(every)}
+        powers = {1 << power for power in range(knob.maximum.bit_length())}
+        values = near | powers.intersection(every)
+    return sorted((value for value in values if value != now), key=lambda value: (abs(value - begin), value))
+
+
+# --- what may be used -------------------------------------------------------------------------------------------------
 
 
 class _Rules:
@@ -434,6 +517,52 @@ class _Rules:
         if candidate.reason is not None:
             return candidate
         return self._sized(candidate, self._copied + (configuration.workspace or 0), refuse=self._early)
+
+    def first(
+        self, waiting: collections.deque[EngineConfig], count: int, known: Container[object] = ()
+    ) -> list[_Judged]:
+        """Takes configurations away from the left until so many of them have no reason against them.
+
+        Args:
+            waiting: what is taken from.
+            count: how many.
+            known: keys of configurations that are passed over.
+
+        Returns:
+            Those taken, none twice, with their candidates.
+        """
+        taken: dict[object, _Judged] = {}
+        while waiting and count > 0:
+            configuration = waiting.popleft()
+            if configuration.key in known or configuration.key in taken:
+                continue
+            candidate = self.candidate(configuration)
+            taken[configuration.key] = (configuration, candidate)
+            count -= candidate.reason is None
+        return list(taken.values())
+
+    def cheapest(self, configurations: Iterable[EngineConfig], known: Container[object] = ()) -> list[_Judged]:
+        """Judges configurations, and leaves out those whose plans would take too long. See Note [wide].
+
+        Args:
+            configurations: the better first.
+            known: keys of configurations that are passed over.
+
+        Returns:
+            Those to be built, and those that must not be used, none twice, with their candidates.
+        """
+        taken: dict[object, _Judged] = {}
+        compiled = 0
+        for configuration in configurations:
+            if configuration.key in known or configuration.key in taken:
+                continue
+            candidate = self.candidate(configuration)
+            if candidate.reason is None and _compiles(configuration):
+                compiled += 1
+                if compiled > COMPILED:
+                    continue
+            taken[configuration.key] = (configuration, candidate)
+        return list(taken.values())
 
     def offers(self, batch: list[_Judged], *, build: bool) -> list[Offer]:
         """Makes offers of configurations, their plans built in threads or not at all."""
@@ -508,12 +637,28 @@ def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -
         deterministic=configuration.deterministic,
         build=lambda: GraphRunner(configuration.plan(), None),
         parameters=tuple(configuration.knobs.items()),
+        notes=(*notes, *configuration.behavior_notes),
         reason=reason,
     )
     return errata.apply(candidate, problem, gpu)
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
+
+
+class _Offered(threading.local):
+    """The configurations that this thread's last search was offered, so that none is offered twice."""
+
+    def __init__(self) -> None:
+        self._search: object = None
+        self._keys: set[object] = set()
+
+    def to(self, problem: Problem, policy: Policy, *, new: bool = False) -> set[object]:
+        """Gives the keys of a search's configurations; another search, or a new one, begins with none."""
+        if new or self._search != (problem, policy):
+            self._search = (problem, policy)
+            self._keys = set()
+        return self._keys
 
 
 class GraphSource:
@@ -530,16 +675,17 @@ class GraphSource:
 
     def __init__(self, properties: DeviceProperties | None = None) -> None:
         self._properties = properties
+        self._offered = _Offered()
 
     def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
         """Yields configurations of cuDNN's engines in cuDNN's own order; what must not be used with the reason.
 
         Nothing is run. In the mode "heuristic" only the first plan is built. An engine that must not be used is one
-        row, whatever its knobs.
+        row, whatever its knobs. See Note [wide] for the effort "wide".
 
         Args:
             problem: a ConvolutionProblem or a GraphProblem.
-            policy: mode, determinism and workspace limit.
+            policy: mode, effort, determinism and workspace limit.
             device: a CUDA device, which is current.
 
         Yields:
@@ -550,29 +696,67 @@ class GraphSource:
             MemoryError: cuDNN has no memory, of the host or the device, to answer.
         """
         handle = self._handle()
-        largest = _largest(policy, handle, self._properties)
-        plans = 1 if policy.mode == "heuristic" else None
-        refused = set()
+        heuristic = policy.mode == "heuristic"
         try:
-            found = offers(problem, policy, handle=handle, properties=self._properties, limit=LIMIT, plans=plans)
+            found = offers(
+                problem,
+                policy,
+                handle=handle,
+                properties=self._properties,
+                limit=LIMIT,
+                plans=1 if heuristic else None,
+                wide=policy.effort == "wide" and not heuristic,
+            )
         except CudnnError as error:
             if is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise
+        refused = set()
+        known = self._offered.to(problem, policy, new=True)
         for offer in found:
             candidate = offer.candidate
             row = (candidate.algo, candidate.reason)
             if candidate.reason is not None and row in refused:
                 continue
             refused.add(row)
-            prepared = None if offer.plan is None else _runner(problem, offer.plan, handle)
-            # what is refused is not chosen, but a row of a report runs it all the same
-            most = largest if candidate.reason is None else sys.maxsize
-            yield replace(
-                candidate,
-                build=self._builder(problem, candidate, prepared, most),
-                prepared_ms=0.0 if offer.plan is None else offer.plan.build_ms,
-            )
+            known.add(offer.configuration.key)
+            yield self._prepared(problem, policy, handle, offer)
+
+    def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
+        """Yields what differs from a candidate in one knob and may be used. See Note [wide].
+
+        Args:
+            problem: the Problem that the candidate is for.
+            candidate: one of this source's.
+            policy: determinism and workspace limit.
+            device: a CUDA device, which is current.
+
+        Yields:
+            At most `AROUND` candidates, none of which this source has yielded for this Problem and policy on this
+            thread since `candidates` was called for them.
+
+        Raises:
+            CudnnError: the engine does not take this Problem, or cuDNN cannot be used.
+            ValueError: there is no such engine.
+            MemoryError: cuDNN has no memory.
+        """
+        handle = self._handle()
+        try:
+            engine = self._engine(problem, candidate.algo, handle)
+            rules = _Rules(problem, policy, handle, self._properties)
+            known = self._offered.to(problem, policy)
+            chosen = {name: value for name, value in candidate.parameters if isinstance(value, int)}
+            settings = (_configured(engine, setting) for setting in neighbours(engine.knobs, chosen))
+            judged = rules.cheapest((each for each in settings if each is not None), known)
+            batch = [each for each in judged if each[1].reason is None][:AROUND]
+            for offer in rules.offers(batch, build=True):
+                known.add(offer.configuration.key)
+                if offer.candidate.reason is None:
+                    yield self._prepared(problem, policy, handle, offer)
+        except CudnnError as error:
+            if is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
+            raise
 
     def restore(self, problem: Problem, choice: Choice, device: Device) -> Candidate:  # noqa: ARG002
         """Makes the candidate of a stored choice again: its engine with its knobs, without asking heuristics.
@@ -600,11 +784,18 @@ class GraphSource:
             candidate,
             workspace=choice.workspace,
             parameters=choice.parameters,
-            build=self._builder(problem, candidate, None, _largest(choice.policy, handle, self._properties)),
+            build=self._builder(
+                problem, candidate, configuration, handle, _largest(choice.policy, handle, self._properties)
+            ),
         )
 
     def _handle(self) -> Handle | None:
         return resources.handle() if self._properties is None else None
+
+    def _engine(self, problem: Problem, algo: str, handle: Handle | None) -> Engine:
+        if not algo.isdecimal():
+            raise ValueError(f"choice: graph has no engine {algo!r}")
+        return operation_graph(problem, handle, self._properties).engine(int(algo))
 
     def _configured(
         self,
@@ -615,28 +806,48 @@ class GraphSource:
     ) -> EngineConfig:
         """Makes a configuration by hand."""
         knobs = {name: value for name, value in parameters if isinstance(value, int)}
-        if not algo.isdecimal() or len(knobs) != len(parameters):
+        if len(knobs) != len(parameters):
             raise ValueError(f"choice: graph has no engine {algo!r} with knobs {dict(parameters)}")
-        return operation_graph(problem, handle, self._properties).engine(int(algo)).configure(knobs)
+        return self._engine(problem, algo, handle).configure(knobs)
+
+    def _prepared(self, problem: Problem, policy: Policy, handle: Handle | None, offer: Offer) -> Candidate:
+        """Makes the candidate of an offer, whose plan it has already where one was built."""
+        candidate = offer.candidate
+        prepared = None if offer.plan is None else _runner(problem, offer.plan, handle)
+        # what is refused is not chosen, but a row of a report runs it all the same
+        most = _largest(policy, handle, self._properties) if candidate.reason is None else sys.maxsize
+        return replace(
+            candidate,
+            build=self._builder(problem, candidate, prepared, handle, most),
+            prepared_ms=0.0 if offer.plan is None else offer.plan.build_ms,
+        )
 
     def _builder(
-        self, problem: Problem, candidate: Candidate, prepared: GraphRunner | None, largest: int
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        prepared: GraphRunner | EngineConfig | None,
+        of: Handle | None,
+        largest: int,
     ) -> Callable[[], GraphRunner]:
-        """Gives what builds a runner: the first time the prepared one, if it is of the calling thread and device.
+        """Gives what builds a runner: the first time what is prepared, if it is of the calling thread and device.
 
-        Of the candidate it keeps no configuration: that would hold cuDNN's memory as long as the candidate lives.
+        Of the candidate it keeps no configuration after that: that would hold cuDNN's memory as long as the candidate
+        lives.
         """
         waiting = [] if prepared is None else [prepared]
         algo, parameters = candidate.algo, candidate.parameters
 
         def build() -> GraphRunner:
             handle = self._handle()
+            made: GraphRunner | EngineConfig | None = None
             with contextlib.suppress(IndexError):
-                runner = waiting.pop()
-                if runner.handle is handle:
-                    return runner
-            configuration = self._configured(problem, algo, parameters, handle)
-            runner = _runner(problem, configuration.plan(), handle)
+                made = waiting.pop()
+            if isinstance(made, GraphRunner) and handle is of:
+                return made
+            if not isinstance(made, EngineConfig) or handle is not of:
+                made = self._configured(problem, algo, parameters, handle)
+            runner = _runner(problem, made.plan(), handle)
             if runner.workspace > largest:
                 raise _not_supported(f"workspace of {runner.workspace} bytes is above the limit of {largest}", problem)
             return runner

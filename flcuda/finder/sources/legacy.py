@@ -8,6 +8,12 @@ of dx cropped), filters that are packed in no layout or in another than the tens
 aligned to fewer than 16 bytes. When all is refused like that, there is a second attempt on packed NCHW copies of all
 operands. 1-D convolutions run as 2-D ones of height 1. A candidate's workspace counts the copies.
 
+Note [lists]: cudnnGet*_v7 ranks algorithms without running them, each with its workspace, determinism and math type,
+and that is enough for a finder that measures by itself. It may leave algorithms out; those that have a workspace size
+for the problem are added behind its list. cudnnFind* runs every algorithm some times and reports times, 1.2 to 1.4
+times those that events give: it is called with the effort "wide" only, where its times tell of what the workspace limit
+excludes.
+
 Note [math]: Find reports a math type for each entry, and that one is set before the entry runs (cupy PR#1428). With
 math "fma" every entry runs under CUDNN_FMA_MATH, the only type that forbids TF32, and entries that want tensor
 operations are dropped. With "tensor_op" those that would convert operands to a smaller type first (ALLOW_CONVERSION)
@@ -21,7 +27,7 @@ standard deviation was about 20 (16 and 32 channels, normal data). It is never o
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +66,7 @@ class _Direction:
         prefix: what the enum's members begin with.
         count: name of the member that counts the algorithms.
         swapped: the C functions take the second input first.
+        racy: names of the algorithms that add with atomics, so that their bits differ from run to run (the header).
     """
 
     find: str
@@ -70,6 +77,7 @@ class _Direction:
     prefix: str
     count: str
     swapped: bool
+    racy: tuple[str, ...] = ()
 
 
 _DIRECTIONS = {
@@ -92,6 +100,7 @@ _DIRECTIONS = {
         prefix="CUDNN_CONVOLUTION_BWD_DATA_ALGO_",
         count="CUDNN_CONVOLUTION_BWD_DATA_ALGO_COUNT",
         swapped=True,
+        racy=("ALGO_0",),
     ),
     "backward_filter": _Direction(
         find="cudnnFindConvolutionBackwardFilterAlgorithmEx",
@@ -102,6 +111,7 @@ _DIRECTIONS = {
         prefix="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_",
         count="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_COUNT",
         swapped=False,
+        racy=("ALGO_0", "ALGO_3"),
     ),
 }
 
@@ -348,12 +358,12 @@ class LegacySource:
     def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:
         """Yields cuDNN's algorithms for a Problem, in cuDNN's own order; the refused ones with the reason.
 
-        In the mode "find" cuDNN measures them on scratch arrays of CuPy's pool and on the current stream, in
-        "heuristic" it only ranks them.
+        With the effort "wide" cuDNN measures them on scratch arrays of CuPy's pool and on the current stream, otherwise
+        and in the mode "heuristic" it only ranks them. See Note [lists].
 
         Args:
             problem: any ConvolutionProblem; for another kind there is nothing.
-            policy: mode and workspace limit.
+            policy: mode, effort and workspace limit.
             device: a CUDA device, which is current.
 
         Yields:
@@ -375,12 +385,11 @@ class LegacySource:
             )
         limit = devices.workspace_limit(device) if policy.workspace_limit is None else policy.workspace_limit
         gpu = self._gpu or errata.Gpu.here(device)
+        measure = policy.effort == "wide" and policy.mode != "heuristic"
         for call in calls:
             if call.refusal() is not None:
                 continue
-            offered = [
-                errata.apply(candidate, problem, gpu) for candidate in _offered(call, policy.mode != "heuristic", limit)
-            ]
+            offered = [errata.apply(candidate, problem, gpu) for candidate in _offered(call, measure, limit)]
             yield from offered
             if any(candidate.reason is None for candidate in offered):
                 return
@@ -419,6 +428,7 @@ class LegacySource:
             deterministic=choice.deterministic,
             build=lambda: LegacyRunner(call, int(algo), math_type),
             parameters=choice.parameters,
+            notes=_notes(choice.algo, choice.math, choice.deterministic),
         )
         candidate = errata.apply(candidate, problem, self._gpu or errata.Gpu.here(device))
         if candidate.reason is not None:
@@ -437,18 +447,23 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
     returned = ctypes.c_int()
     try:
         made = descriptors(call, _math_asked(call.problem))
-        sizes = _workspaces(row, made)
         if measure:
+            sizes = _workspaces(row, made, range(count))
             largest = max((size for size in sizes.values() if size <= limit - call.copied), default=0)
             _find(row, call, made, entries, returned, largest)
+            listed = list(entries[: returned.value])
         else:
             _get(row, made, entries, returned)
+            listed = list(entries[: returned.value])
+            works = {int(entry.algo) for entry in listed if entry.status == 0}
+            sizes = _workspaces(row, made, (algo for algo in range(count) if algo not in works))
+            listed = _completed(row, call, listed, sizes)
     except CudnnError as error:
         if is_out_of_memory(error):
             raise MemoryError(str(error)) from error
         return [_refused(call, "all", str(error))]
     candidates: dict[object, Candidate] = {}
-    for entry in entries[: returned.value]:
+    for entry in listed:
         candidate = _candidate(row, call, entry, measure)
         size = sizes.get(int(entry.algo), 0) + call.copied
         if candidate is None:
@@ -461,6 +476,33 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
     if not candidates:
         return [_refused(call, "all", f"{row.find if measure else row.get} returned no algorithm")]
     return list(candidates.values())
+
+
+def _completed(row: _Direction, call: Call, listed: list[Any], sizes: dict[int, int]) -> list[Any]:
+    """Adds the algorithms that cudnnGet* leaves out or refuses although they have a workspace size. See Note [lists].
+
+    Args:
+        row: the direction.
+        call: what is called.
+        listed: the entries that cuDNN returned.
+        sizes: bytes of workspace by the number of each algorithm that works and is not among those.
+
+    Returns:
+        The entries, without cuDNN's refusals of what is added, and behind them those added.
+    """
+    added = []
+    for algo, size in sizes.items():
+        racy = _algo_name(row, algo) in row.racy
+        added.append(
+            getattr(cudnn, row.entry)(
+                algo=algo,
+                status=0,
+                memory=size,
+                determinism=cudnn.CUDNN_NON_DETERMINISTIC if racy else cudnn.CUDNN_DETERMINISTIC,
+                mathType=_math_asked(call.problem),
+            )
+        )
+    return [entry for entry in listed if int(entry.algo) not in sizes] + added
 
 
 def _math_asked(problem: ConvolutionProblem) -> Any:
@@ -485,14 +527,7 @@ def _math_type(problem: ConvolutionProblem, reported: int) -> Any:
 def _candidate(row: _Direction, call: Call, entry: Any, measured: bool) -> Candidate | None:
     """Makes the candidate of one entry of cuDNN's answer; None when its math contradicts the Problem."""
     algo = int(entry.algo)
-    try:
-        name = type(getattr(cudnn, row.count))(algo).name.removeprefix(row.prefix)
-    except ValueError:
-        # An algorithm newer than the headers.
-        name = str(algo)
-    if name.isdecimal():
-        # So are some backward algorithms named.
-        name = f"{_NUMBERED}{name}"
+    name = _algo_name(row, algo)
     if entry.status != 0:
         return _refused(call, name, _status_text(int(entry.status)))
     if name == "WINOGRAD_NONFUSED" and call.w.shape[2:] == (5, 5):
@@ -505,16 +540,39 @@ def _candidate(row: _Direction, call: Call, entry: Any, measured: bool) -> Candi
     ]
     if call.layout != _GIVEN:
         parameters.append(("layout", call.layout))
+    math_word = "fma" if math_type is cudnn.CUDNN_FMA_MATH else "tensor_op"
+    deterministic = int(entry.determinism) == int(cudnn.CUDNN_DETERMINISTIC)
     return Candidate(
         source=LegacySource.name,
         algo=name,
-        math="fma" if math_type is cudnn.CUDNN_FMA_MATH else "tensor_op",
+        math=math_word,
         workspace=int(entry.memory) + call.copied,
-        deterministic=int(entry.determinism) == int(cudnn.CUDNN_DETERMINISTIC),
+        deterministic=deterministic,
         build=lambda: LegacyRunner(call, algo, math_type),
         parameters=tuple(parameters),
         reported_ms=float(entry.time) if measured else None,
+        notes=_notes(name, math_word, deterministic),
     )
+
+
+def _algo_name(row: _Direction, algo: int) -> str:
+    """Gives the name of an algorithm: ALGO_ and its number where it has no other, or is newer than the headers."""
+    try:
+        name = type(getattr(cudnn, row.count))(algo).name.removeprefix(row.prefix)
+    except ValueError:
+        name = str(algo)
+    return f"{_NUMBERED}{name}" if name.isdecimal() else name
+
+
+def _notes(name: str, math_word: str, deterministic: bool) -> tuple[str, ...]:
+    """Gives the words that the graph API would have for an algorithm; see `flcuda.cudnn.graph.NOTES`."""
+    words = {
+        "winograd": name.startswith("WINOGRAD"),
+        "fft": name.startswith("FFT"),
+        "tensor_core": math_word == "tensor_op",
+        "nondeterministic": not deterministic,
+    }
+    return tuple(word for word, holds in words.items() if holds)
 
 
 def _refused(call: Call, algo: str, reason: str) -> Candidate:
@@ -576,13 +634,13 @@ def _find(row: _Direction, call: Call, made: _Descriptors, entries: Any, returne
     )
 
 
-def _workspaces(row: _Direction, made: _Descriptors) -> dict[int, int]:
+def _workspaces(row: _Direction, made: _Descriptors, algos: Iterable[int]) -> dict[int, int]:
     """Gives the bytes of scratch memory that each algorithm asks for; one that is not for this problem is missing."""
     from flcuda.cudnn.resources import handle
 
     sizes = {}
     size = ctypes.c_size_t()
-    for algo in range(int(getattr(cudnn, row.count))):
+    for algo in algos:
         with contextlib.suppress(CudnnNotSupportedError):
             getattr(cudnn, row.workspace)(handle(), *made.all, algo, ctypes.byref(size))
             sizes[algo] = size.value

@@ -1,0 +1,121 @@
+"""Rewritten convolutions through the real library, on the profile of an H200: what is offered, and its plans."""
+
+import pytest
+from finder_fakes import key
+from planning import CUDNN, require_device_properties
+
+from flcuda.cudnn import library
+from flcuda.cudnn.device_properties import DeviceProperties
+from flcuda.errors import CudnnError
+from flcuda.finder.choice import Choice
+from flcuda.finder.policy import Policy
+from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
+from flcuda.finder.sources.graph import GraphSource
+from flcuda.finder.sources.rewrites import FAST, Matmul, Padded, Relayout, SpaceToDepth
+
+pytestmark = CUDNN
+
+SOURCES = (SpaceToDepth, Padded, Relayout, Matmul)
+LIMIT = 4 << 30
+STEM = "n128 c3 224x224 k64 7x7 p3 s2"
+LINES = [
+    f"{STEM} float16 nhwc",
+    f"{STEM} bfloat16 nhwc acc",
+    f"{STEM} tf32 nhwc",
+    f"{STEM} float32 nchw",
+    f"{STEM} float16 nchw",
+    "n16 c60 28x28 k61 3x3 p1:2 float16 nhwc",
+    "n16 c3 33x31 k64 3x3 p1 tf32 nhwc",
+    "n16 c32 28x28 k64 3x3 p1 float32 nhwc",
+    "n8 c64 20x20 k64 3x3 p1 d2 bfloat16 nchw",
+    "n8 c3 64 k32 8 s4 float16 nhwc",
+    "n2 c3 8x16x16 k32 3x4x4 s2 tf32 nhwc",
+]
+
+
+@pytest.fixture(scope="module")
+def h200():
+    require_device_properties()
+    with DeviceProperties.from_profile("h200") as properties:
+        yield properties
+
+
+def offered(kind, properties, problem, **policy):
+    source = kind((GraphSource(properties),))
+    return source, list(source.candidates(problem, Policy(workspace_limit=LIMIT, **policy), None))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("line", LINES)
+def test_what_is_offered_has_a_plan_and_can_be_restored(h200, line, direction) -> None:
+    problem = ConvolutionProblem.parse(f"{direction} {line}")
+    built = 0
+    for kind in (SpaceToDepth, Padded, Relayout):
+        source, candidates = offered(kind, h200, problem)
+        for candidate in candidates:
+            assert candidate.reason is None
+            assert candidate.algo.startswith("graph:")
+            assert "runtime_compilation" not in candidate.notes
+            try:
+                runner = candidate.build()
+            except CudnnError as error:
+                # a heuristic may list what its engine then refuses; the finder takes the next one
+                assert error.status // 1000 == 3  # noqa: PT017
+                continue
+            built += 1
+            assert 0 < runner.workspace <= LIMIT
+            choice = Choice.from_json(Choice.of(key(problem), candidate).to_json())
+            again = source.restore(problem, choice, None)
+            assert again.identity == candidate.identity
+            assert again.build().workspace == runner.workspace
+    assert built
+
+
+def test_a_first_layer_gets_the_engines_made_for_hopper(h200) -> None:
+    if library.load().version // 100 != 928:
+        pytest.skip(f"holds for cuDNN 9.28; {library.load().version_text} is loaded")
+    for direction, word, engine in (
+        ("forward", "float16", "62"),
+        ("forward", "bfloat16", "62"),
+        ("forward", "tf32", "67"),
+        ("backward_filter", "float16", "65"),
+        ("backward_filter", "tf32", "68"),
+    ):
+        problem = ConvolutionProblem.parse(f"{direction} {STEM} {word} nhwc")
+        plain = GraphSource(h200).candidates(problem, Policy(workspace_limit=LIMIT), None)
+        assert engine not in {candidate.algo for candidate in plain if candidate.reason is None}
+        _, candidates = offered(SpaceToDepth, h200, problem)
+        assert f"graph:{engine}" in {candidate.algo for candidate in candidates}
+        assert len(candidates) <= FAST
+
+
+@pytest.mark.parametrize("line", ["n8 c64 14x14 k128 1x1 float16 nhwc", "n8 c64 14x14 k128 1x1 tf32 nchw"])
+def test_a_matrix_product_has_a_plan_in_each_direction(h200, line) -> None:
+    for direction in DIRECTIONS:
+        problem = ConvolutionProblem.parse(f"{direction} {line}")
+        source, candidates = offered(Matmul, h200, problem)
+        if direction == "backward_filter" and "nchw" in line:
+            assert not candidates
+            continue
+        (candidate,) = candidates
+        assert candidate.math == "tensor_op"
+        runner = candidate.build()
+        choice = Choice.of(key(problem), candidate)
+        assert source.restore(problem, choice, None).build().workspace == runner.workspace
+
+
+def test_no_matrix_product_without_tensor_cores(h200) -> None:
+    problem = ConvolutionProblem.parse("forward n8 c64 14x14 k128 1x1 float32 nhwc")
+    _, candidates = offered(Matmul, h200, problem, effort="wide")
+    assert not candidates
+
+
+def test_neighbours_in_knob_space(h200) -> None:
+    problem = ConvolutionProblem.parse(f"forward {STEM} float16 nhwc")
+    source, candidates = offered(SpaceToDepth, h200, problem)
+    hopper = next(candidate for candidate in candidates if candidate.parameters[2:])
+    found = list(source.around(problem, hopper, Policy(workspace_limit=LIMIT), None))
+    assert found
+    assert {candidate.id for candidate in found} == {hopper.id}
+    assert not {candidate.identity for candidate in found} & {candidate.identity for candidate in candidates}
+    assert all(candidate.parameters[:2] == hopper.parameters[:2] for candidate in found)
