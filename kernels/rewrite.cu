@@ -4,19 +4,30 @@
 // An operand is (n, c, d, h, w) with any positive strides; so is its staged copy, of other sizes. With C the operand's
 // channels, element (n, c', d, h, w) of the staged copy is the operand's element
 //   (n, c, d * step.d + f.d - shift.d, h * step.h + f.h - shift.h, w * step.w + f.w - shift.w)
-//   where c' = ((f.d * factor.h + f.h) * factor.w + f.w) * C + c and 0 <= f < factor <= step,
-// and zero where the operand has none. gather_ writes (=) every element of the staged copy; scatter_ writes (=), or with
+//   where c' = ((f.d * factor.h + f.h) * factor.w + f.w) * C + c and 0 <= f < factor,
+// and zero where the operand has none. With factor > step elements are copied several times; scatter_ takes factor <= step.
+// gather_ writes (=) every element of the staged copy; scatter_ writes (=), or with
 // `add` adds to (+=, rounded once), each element of the operand once: what the staged copy holds for it; where that holds
 // nothing, = writes zero. Neighbours in c' are neighbours in a channels-last operand.
 //
 // Blocks (x, y) over `block_rows` rows at a time: at most MOST_ROWS, and no more than x * y. Grid (any, any): rows, and
 // parts of a row. Sizes fit into 31 bits, and so does what a row holds; offsets have 64. Operand and copy must not overlap.
-// gather_channels_ and scatter_channels_ move 16 bytes of channels at a time, on addresses and strides that allow it.
+// gather_wide_ and scatter_channels_ move 16 bytes of channels at a time, on addresses and strides that allow it.
+//
+// gather_lines_, gather_quads_ and gather_planes_ read lines of the operand, along w without gaps, into shared memory, and
+// write from there. Where width and channels are one dimension without gaps, it is given as the width: C is 1.
+// Block (32, LINE_WARPS), a tile of `tile_rows` (n, d, h) and `tile_columns` of w of the staged copy at a time: of several
+// rows only all columns. `pitch` elements a line, tile_rows * lines of a row * pitch * sizeof(T) <= LINES_BYTES, and at most
+// LINE_CHANNELS staged channels and MOST_ROWS rows. `wide`: the operand's address and strides, but that of w, allow 16
+// bytes at a time.
 
 #include "common.cuh"
 
 const int MOST_ROWS = 64;
 const int NOWHERE = -(1 << 30);
+const int LINE_WARPS = 8;
+const int LINES_BYTES = 16384;
+const int LINE_CHANNELS = 1024;
 
 struct Sizes {
   int n, c, d, h, w;
@@ -104,23 +115,18 @@ __device__ void gather_rows(T* staged, const T* source, const Map& m, int block_
   }
 }
 
-enum Reading {
-  GENERAL,  // element by element
-  MERGED,   // width and channels of the operand are one dimension without gaps, which is given as the width: C is 1
-  WIDE      // 16 bytes of channels at a time
-};
-
 // Rows (n, d, h) of a channels-last staged copy, along w and c': V channels a thread, which the copy's channels divide.
-template <class T, int V, int READING>
+// WIDE: all of a thread's are read at once.
+template <class T, int V, bool WIDE>
 __device__ void gather_channels(T* staged, const T* source, const Map& m, int block_rows) {
   __shared__ int64 from[MOST_ROWS], to[MOST_ROWS];
   __shared__ int at_d[MOST_ROWS], at_h[MOST_ROWS];
   int64 rows = (int64)m.staged.n * m.staged.d * m.staged.h;
   int vectors = m.staged.c / V;
   int items = m.staged.w * vectors;
-  bool folded = READING == MERGED || m.factor.d * m.factor.h * m.factor.w != 1;
+  bool folded = m.factor.d * m.factor.h * m.factor.w != 1;
   // neighbouring threads read neighbours of a channels-first operand
-  bool along_w = READING == GENERAL && m.stride.c > m.stride.w;
+  bool along_w = !WIDE && m.stride.c > m.stride.w;
   BLOCK_ROWS(start, rows) {
     int mine = thread_of_block();
     if (mine < block_rows && start + mine < rows) {
@@ -144,7 +150,7 @@ __device__ void gather_channels(T* staged, const T* source, const Map& m, int bl
       if (folded) f_d = split(split(split(c, m.size.c, &c), m.factor.w, &f_w), m.factor.h, &f_h);
       int at_w = w * m.step.w - m.shift.w;
       Vector<T, V> vector;
-      if (READING == WIDE) {
+      if (WIDE) {
         if (c < m.size.c && f_d < m.factor.d && inside(at_d[row] + f_d, m.size.d) &&
             inside(at_h[row] + f_h, m.size.h) && inside(at_w + f_w, m.size.w)) {
           vector = *(const Vector<T, V>*)(source + from[row] + f_d * m.stride.d + f_h * m.stride.h +
@@ -152,23 +158,6 @@ __device__ void gather_channels(T* staged, const T* source, const Map& m, int bl
         } else {
 #pragma unroll
           for (int e = 0; e < V; ++e) vector.item[e] = 0;
-        }
-      } else if (READING == MERGED) {
-        bool present = f_d < m.factor.d && inside(at_d[row] + f_d, m.size.d) && inside(at_h[row] + f_h, m.size.h);
-        int64 line = from[row] + f_d * m.stride.d + f_h * m.stride.h;
-#pragma unroll
-        for (int e = 0; e < V; ++e) {
-          int place = at_w + f_w;
-          vector.item[e] = present && inside(place, m.size.w) ? source[line + place] : T(0);
-          if (++f_w == m.factor.w) {
-            f_w = 0;
-            if (++f_h == m.factor.h) {
-              f_h = 0;
-              ++f_d;
-            }
-            present = f_d < m.factor.d && inside(at_d[row] + f_d, m.size.d) && inside(at_h[row] + f_h, m.size.h);
-            line = from[row] + f_d * m.stride.d + f_h * m.stride.h;
-          }
         }
       } else {
 #pragma unroll
@@ -197,6 +186,162 @@ __device__ void gather_channels(T* staged, const T* source, const Map& m, int bl
   }
 }
 
+// The lines that a tile reads, zero outside the operand. A line begins `lead` elements before what its first column reads,
+// at a multiple of 16 bytes if `wide`. Returns the lead.
+template <class T>
+__device__ int read_lines(T* lines, const T* source, const Map& m, int64 first_row, int rows, int first_column, int columns,
+                          int pitch, int wide) {
+  const int UNIT = 16 / sizeof(T);
+  typedef Vector<T, UNIT> Unit;
+  int count = m.factor.d * m.factor.h * m.size.c;
+  int unit = wide ? UNIT : 1;
+  int first = first_column * m.step.w - m.shift.w;
+  int lead = first & (unit - 1);
+  int length = lead + (columns - 1) * m.step.w + m.factor.w;
+  for (int number = threadIdx.y; number < rows * count; number += LINE_WARPS) {
+    int which, c, f_h;
+    int row = split(number, count, &which);
+    int f_d = split(split(which, m.size.c, &c), m.factor.h, &f_h);
+    int64 n, d, h;
+    n = divide(divide(first_row + row, m.staged.h, &h), m.staged.d, &d);
+    int at_d = (int)d * m.step.d + f_d - m.shift.d, at_h = (int)h * m.step.h + f_h - m.shift.h;
+    int size = n < m.size.n && inside(at_d, m.size.d) && inside(at_h, m.size.h) ? m.size.w : 0;
+    const T* from = source + n * m.stride.n + c * m.stride.c + at_d * m.stride.d + at_h * m.stride.h;
+    T* to = lines + number * pitch;
+    for (int i = threadIdx.x * unit; i < length; i += 32 * unit) {
+      int place = first - lead + i;
+      if (unit == 1) {
+        to[i] = inside(place, size) ? from[place] : T(0);
+      } else if (place >= 0 && place + UNIT <= size) {
+        *(Unit*)(to + i) = *(const Unit*)(from + place);
+      } else {
+#pragma unroll
+        for (int e = 0; e < UNIT; ++e) to[i + e] = inside(place + e, size) ? from[place + e] : T(0);
+      }
+    }
+  }
+  return lead;
+}
+
+// Where a staged channel begins within the lines of a row; -1 where it holds nothing.
+__device__ inline void place_channels(int* places, const Map& m, int pitch) {
+  for (int channel = thread_of_block(); channel < m.staged.c; channel += 32 * LINE_WARPS) {
+    int c, f_h, f_w;
+    int f_d = split(split(split(channel, m.size.c, &c), m.factor.w, &f_w), m.factor.h, &f_h);
+    places[channel] = f_d < m.factor.d ? ((f_d * m.factor.h + f_h) * m.size.c + c) * pitch + f_w : -1;
+  }
+}
+
+#define LINES_MEMORY(T)                                   \
+  __shared__ Vector<uint32, 4> memory[LINES_BYTES / 16];  \
+  __shared__ int places[LINE_CHANNELS];                   \
+  T* lines = (T*)memory;                                  \
+  place_channels(places, m, pitch);                       \
+  __syncthreads();
+
+// The loop of a block over its tiles. `rows` and `columns` are those of the tile.
+#define EACH_TILE                                                                                        \
+  int64 all_rows = (int64)m.staged.n * m.staged.d * m.staged.h;                                          \
+  int64 across = (m.staged.w + tile_columns - 1) / tile_columns;                                         \
+  int64 tiles = (all_rows + tile_rows - 1) / tile_rows * across;                                         \
+  for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+#define TILE_VALUES                                                                                      \
+  int64 tile_column;                                                                                     \
+  int64 first_row = divide(tile, across, &tile_column) * tile_rows;                                      \
+  int first_column = (int)tile_column * tile_columns;                                                    \
+  int rows = all_rows - first_row < tile_rows ? (int)(all_rows - first_row) : tile_rows;                 \
+  int columns = m.staged.w - first_column < tile_columns ? m.staged.w - first_column : tile_columns;
+
+// Into a channels-last copy: V channels a thread, always the same ones, which the copy's channels divide into at most as
+// many vectors as there are threads. A tile is written from end to end.
+template <class T, int V>
+__device__ void gather_lines(T* staged, const T* source, const Map& m, int tile_rows, int tile_columns, int pitch,
+                             int wide) {
+  const int WORDS = V * sizeof(T) / 4;
+  LINES_MEMORY(T)
+  int vectors = m.staged.c / V;
+  int beside = 32 * LINE_WARPS / vectors;
+  int v;
+  int begin = split(thread_of_block(), vectors, &v);
+  // in bytes
+  int place[V];
+  Vector<T, V> kept;
+#pragma unroll
+  for (int e = 0; e < V; ++e) {
+    place[e] = places[v * V + e];
+    kept.item[e] = place[e] < 0 ? T(0) : T(~T(0));
+    place[e] = place[e] < 0 ? 0 : place[e] * (int)sizeof(T);
+  }
+  const Vector<uint32, WORDS> mask = *(const Vector<uint32, WORDS>*)&kept;
+  int of_row = m.factor.d * m.factor.h * m.size.c * pitch;
+  EACH_TILE {
+    TILE_VALUES
+    int lead = read_lines(lines, source, m, first_row, rows, first_column, columns, pitch, wide);
+    __syncthreads();
+    if (begin < beside) {
+      int column, more_columns;
+      int row = split(begin, columns, &column), more_rows = split(beside, columns, &more_columns);
+      T* out = staged + (first_row * m.staged.w + first_column) * m.staged.c + begin * m.staged.c + v * V;
+      for (int position = begin; position < rows * columns; position += beside) {
+        const char* from = (const char*)(lines + row * of_row + column * m.step.w + lead);
+        Vector<T, V> vector;
+#pragma unroll
+        for (int e = 0; e < V; ++e) vector.item[e] = *(const T*)(from + place[e]);
+        Vector<uint32, WORDS> words = *(const Vector<uint32, WORDS>*)&vector;
+#pragma unroll
+        for (int e = 0; e < WORDS; ++e) words.item[e] &= mask.item[e];
+        *(Vector<uint32, WORDS>*)out = words;
+        out += beside * m.staged.c;
+        row += more_rows;
+        column += more_columns;
+        if (column >= columns) {
+          column -= columns;
+          ++row;
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Into a channels-first copy: a warp writes a row of one channel after the other.
+template <class T>
+__device__ void gather_planes(T* staged, const T* source, const Map& m, int tile_rows, int tile_columns, int pitch,
+                              int wide) {
+  __shared__ int64 to[MOST_ROWS];
+  LINES_MEMORY(T)
+  int of_row = m.factor.d * m.factor.h * m.size.c * pitch;
+  EACH_TILE {
+    TILE_VALUES
+    int mine = thread_of_block();
+    if (mine < rows) {
+      int64 n, d, h;
+      n = divide(divide(first_row + mine, m.staged.h, &h), m.staged.d, &d);
+      to[mine] = n * m.staged_stride.n + d * m.staged_stride.d + h * m.staged_stride.h + first_column;
+    }
+    int lead = read_lines(lines, source, m, first_row, rows, first_column, columns, pitch, wide);
+    __syncthreads();
+    // neighbouring rows of a channel are neighbours in memory
+    for (int number = threadIdx.y; number < rows * m.staged.c; number += LINE_WARPS) {
+      int row;
+      int channel = split(number, rows, &row);
+      T* out = staged + to[row] + channel * m.staged_stride.c;
+      int place = places[channel];
+      const T* from = lines + row * of_row + place + lead;
+      for (int column = threadIdx.x; column < columns; column += 32) {
+        out[column] = place < 0 ? T(0) : from[column * m.step.w];
+      }
+    }
+    __syncthreads();
+  }
+}
+
+#define LINES(name, function, T)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(32 * LINE_WARPS)                                                    \
+      name(T* staged, const T* source, MAP_PARAMETERS, int tile_rows, int tile_columns, int pitch, int wide) {     \
+    Map map = MAP_VALUES;                                                                                          \
+    function(staged, source, map, tile_rows, tile_columns, pitch, wide);                                           \
+  }
 #define GATHERS(name, T, V)                                                                                          \
   extern "C" __global__ void gather_rows_##name(T* staged, const T* source, MAP_PARAMETERS, int block_rows) {        \
     Map map = MAP_VALUES;                                                                                            \
@@ -204,20 +349,19 @@ __device__ void gather_channels(T* staged, const T* source, const Map& m, int bl
   }                                                                                                                  \
   extern "C" __global__ void gather_channels_##name(T* staged, const T* source, MAP_PARAMETERS, int block_rows) {    \
     Map map = MAP_VALUES;                                                                                            \
-    gather_channels<T, V, GENERAL>(staged, source, map, block_rows);                                                 \
-  }                                                                                                                  \
-  extern "C" __global__ void gather_merged_##name(T* staged, const T* source, MAP_PARAMETERS, int block_rows) {      \
-    Map map = MAP_VALUES;                                                                                            \
-    gather_channels<T, V, MERGED>(staged, source, map, block_rows);                                                  \
+    gather_channels<T, V, false>(staged, source, map, block_rows);                                                 \
   }                                                                                                                  \
   extern "C" __global__ void gather_wide_##name(T* staged, const T* source, MAP_PARAMETERS, int block_rows) {        \
     Map map = MAP_VALUES;                                                                                            \
-    gather_channels<T, V, WIDE>(staged, source, map, block_rows);                                                    \
-  }
+    gather_channels<T, V, true>(staged, source, map, block_rows);                                                    \
+  }                                                                                                                  \
+  LINES(gather_lines_##name, (gather_lines<T, V>), T)                                                                \
+  LINES(gather_planes_##name, gather_planes<T>, T)
 // Copies move bits; what is added has a type.
 GATHERS(bytes2, uint16, 8)
 GATHERS(bytes4, uint32, 4)
 GATHERS(bytes8, uint64, 2)
+LINES(gather_quads_bytes2, (gather_lines<uint16, 4>), uint16)
 
 // --- scatter ----------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,11 @@ from flcuda.finder.copies import VECTOR, Copy
 GUARD = 64
 
 
-def random_copy(rng: np.random.Generator) -> Copy:
-    """A small Copy: only another layout, borders and channels, blocks as channels, a slice, or all at once."""
+def random_copy(rng: np.random.Generator, *, windows: bool = True) -> Copy:
+    """A small Copy: another layout, borders and channels, blocks or windows as channels, a slice, or all at once.
+
+    Without `windows` no blocks overlap, so that it can be written back.
+    """
     rank = int(rng.integers(1, 4))
     word = str(rng.choice(list(devices.DTYPES)))
     batch = int(rng.integers(1, 4))
@@ -20,7 +23,7 @@ def random_copy(rng: np.random.Generator) -> Copy:
     staged = {"batch": batch, "channels": channels, "space": space}
     ones, zeros = (1,) * rank, (0,) * rank
     step, factor, shift = ones, ones, zeros
-    kind = str(rng.choice(["layout", "border", "blocks", "slice", "all"]))
+    kind = str(rng.choice(["layout", "border", "blocks", "slice", "all", *["windows"] * windows]))
     if kind == "layout":
         if rank == 2 and rng.random() < 0.7:
             channels, space = int(rng.integers(14, 70)), _numbers(rng, 4, 12, 2)
@@ -41,6 +44,15 @@ def random_copy(rng: np.random.Generator) -> Copy:
             int(rng.integers(1, -(-(size + front) // count) + 2))
             for size, front, count in zip(space, shift, step, strict=True)
         )
+    elif kind == "windows":
+        channels = int(rng.choice([1, 2, 3, 4, 8]))
+        step = _numbers(rng, 1, 3, rank)
+        factor = (*_numbers(rng, 1, 3, rank - 1), int(rng.integers(1, 8)))
+        shift = _numbers(rng, 0, 4, rank)
+        staged["channels"] = channels * math.prod(factor)
+        if rng.random() < 0.8:
+            staged["channels"] = -(-staged["channels"] // 16) * 16
+        staged["space"] = _numbers(rng, 1, 9, rank)
     elif kind == "slice":
         step = _numbers(rng, 1, 3, rank)
         shift = _numbers(rng, 0, 1, rank)

@@ -3,7 +3,8 @@
 A `Copy` says what form: borders of zeros, more channels or filters than the operand has, another layout, blocks of
 space as channels, every other position. One rule holds them all. With C the operand's channels, the copy's element
 (n, c', *s) is the operand's element (n, c, *(s * step + f - shift)), where c' counts the offsets f within a block, the
-last dimension fastest, and then c; it is zero where the operand has none.
+last dimension fastest, and then c; it is zero where the operand has none. Blocks may overlap, as the windows of a
+filter do: such a copy is not written back.
 
 On CUDA the kernels of kernels/rewrite.cu do it on CuPy's current stream, on the CPU NumPy does, with the same bits.
 """
@@ -34,6 +35,11 @@ _MOST_ROWS = 64
 _THREADS = 256
 _ITEMS = 8
 _TILE_LINES = 8
+# of kernels/rewrite.cu; and how large a tile of lines is at most, and how narrow at least
+_LINES_BYTES = 16384
+_LINE_CHANNELS = 1024
+_MOST_TILE_ROWS = 16
+_FEWEST_COLUMNS = 16
 # a side of a matrix below which tiles are mostly empty
 _SMALLEST_SIDE = 16
 # blocks that fill any GPU of today several times, and the most of a launch; the kernels loop
@@ -54,7 +60,7 @@ class Copy:
             sizes any.
         layout: in which the copy is packed, "nchw" or "nhwc".
         step: distance of the operand's positions, or blocks, that are neighbours in the copy, a spatial dimension each.
-        factor: size of a block, at most the step.
+        factor: size of a block; above the step, blocks overlap.
         shift: zeros in front.
     """
 
@@ -69,8 +75,7 @@ class Copy:
     shift: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        fits = all(1 <= factor <= step for factor, step in zip(self.factor, self.step, strict=True))
-        if not fits or self.staged_shape[1] < self.shape[1] * math.prod(self.factor):
+        if min(self.step) < 1 or min(self.factor) < 1 or self.staged_shape[1] < self.shape[1] * math.prod(self.factor):
             raise ValueError(f"step {self.step}, factor {self.factor}: they do not make {self.staged_shape}")
         if self.staged_shape[0] < self.shape[0]:
             raise ValueError(f"staged_shape {self.staged_shape}: its batch must be {self.shape[0]} or more")
@@ -103,7 +108,7 @@ class Copy:
             shift: as the attribute; by default 0.
 
         Raises:
-            ValueError: a block is larger than its step, or the copy does not hold the operand's channels.
+            ValueError: the copy does not hold the operand's batch or channels, or a size is below 1.
         """
         rank = len(shape) - 2
         return cls(
@@ -139,16 +144,21 @@ class Copy:
         return set(self.step) == {1} and not any(self.shift) and self.staged_shape[2:] == self.shape[2:]
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the copy may hold an element more than once."""
+        return any(factor > step for factor, step in zip(self.factor, self.step, strict=True))
+
+    @property
     def is_possible(self) -> bool:
         """Whether the kernels take it: at most three spatial dimensions, and what a row holds counts in 30 bits."""
         if len(self.step) > LARGEST_RANK:
             return False
         channels = (1,) * (len(self.step) - 1) + (self.staged_shape[1],)
         reaches = [self.shape[0], self.staged_shape[0], self.staged_shape[1]]
-        for size, count, step, shift, each in zip(
-            self.shape[2:], self.staged_shape[2:], self.step, self.shift, channels, strict=True
+        for size, count, step, factor, shift, each in zip(
+            self.shape[2:], self.staged_shape[2:], self.step, self.factor, self.shift, channels, strict=True
         ):
-            reaches += [(size + shift) * each, (count * step + shift) * each]
+            reaches += [(size + shift) * each, (count * step + factor + shift) * each]
         return max(reaches) <= _LARGEST
 
     def placing(self) -> Callable[[Any, int], Any]:
@@ -178,7 +188,14 @@ class Copy:
 
         Args:
             add: add to the operand instead (16-bit types: in float32, rounded once).
+
+        Raises:
+            ValueError: blocks overlap.
         """
+        if self.overlaps:
+            raise ValueError(
+                f"factor {self.factor} is above step {self.step}: blocks that overlap are not written back"
+            )
         return Transfer(self, gather=False, add=add)
 
 
@@ -379,13 +396,15 @@ def launch_of(copy: Copy, *, gather: bool, add: bool = False) -> Launch:
     last_channels = copy.layout == "nhwc"
     wide = last_channels and _is_wide(whole, copy.alignment, lanes)
     merged = whole.merged()
+    if gather and not (wide and whole.staged[1] % lanes == 0):
+        launch = _lines(copy, whole if merged is None else merged, suffix)
+        if launch is not None:
+            return launch
     if gather and last_channels and whole.staged[1] % lanes == 0:
         row_count = whole.staged[0] * whole.staged[2] * whole.staged[3]
         items = whole.staged[4] * (whole.staged[1] // lanes)
         if wide:
             return _in_rows(f"gather_wide_{suffix}", row_count, items, whole)
-        if merged is not None:
-            return _in_rows(f"gather_merged_{suffix}", row_count, items, merged)
         return _in_rows(f"gather_channels_{suffix}", row_count, items, whole)
     if gather:
         return _in_rows(f"gather_rows_{suffix}", math.prod(whole.staged[:4]), whole.staged[4], whole)
@@ -396,6 +415,47 @@ def launch_of(copy: Copy, *, gather: bool, add: bool = False) -> Launch:
         return _in_rows(f"scatter_channels_{suffix}", row_count, items, whole, flag)
     chosen = merged if last_channels and merged is not None else whole
     return _in_rows(f"scatter_rows_{suffix}", math.prod(chosen.size[:4]), chosen.size[4], chosen, flag)
+
+
+def _lines(copy: Copy, mapping: _Map, suffix: str) -> Launch | None:
+    """Makes the launch of a copy by way of lines in shared memory; None where it does not fit or does not pay."""
+    unit = VECTOR // copy.itemsize
+    channels, width = mapping.staged[1], mapping.staged[4]
+    if (mapping.size[4] > 1 and mapping.strides[4] != 1) or channels > _LINE_CHANNELS:
+        return None
+    if copy.layout == "nhwc":
+        vector = unit if channels % unit == 0 else 4
+        if channels % vector or vector * copy.itemsize < 8 or channels // vector > _THREADS:
+            return None
+        name = "lines" if vector == unit else "quads"
+    else:
+        # what is as long a row as it is now needs no detour
+        if mapping.step[2] == 1 and math.prod(mapping.factor) == 1:
+            return None
+        name = "planes"
+    count = mapping.factor[0] * mapping.factor[1] * mapping.size[1]
+    room = _LINES_BYTES // (copy.itemsize * count)
+
+    def pitch_of(columns: int) -> int:
+        return -(-(unit - 1 + (columns - 1) * mapping.step[2] + mapping.factor[2]) // unit) * unit
+
+    columns = width
+    if pitch_of(width) > room:
+        columns = ((room // unit - 1) * unit + 1 - mapping.factor[2]) // mapping.step[2] + 1
+        if columns < min(width, _FEWEST_COLUMNS):
+            return None
+    pitch = pitch_of(columns)
+    rows = mapping.staged[0] * mapping.staged[2] * mapping.staged[3]
+    at_once = max(1, min(room // pitch, _MOST_TILE_ROWS)) if columns == width else 1
+    across = -(-width // columns)
+    while at_once > 1 and -(-rows // at_once) < _FULL:
+        at_once //= 2
+    wide = copy.alignment >= VECTOR and all(
+        size == 1 or step % unit == 0 for size, step in zip(mapping.size[:4], mapping.strides[:4], strict=True)
+    )
+    arguments = (*mapping.arguments(), *map(np.int32, (at_once, columns, pitch, wide)))
+    tiles = -(-rows // at_once) * across
+    return Launch(f"gather_{name}_{suffix}", (min(tiles, _MOST_BLOCKS), 1), (32, _THREADS // 32), arguments)
 
 
 def _is_wide(whole: _Map, alignment: int, lanes: int) -> bool:

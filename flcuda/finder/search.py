@@ -34,7 +34,7 @@ from flcuda.finder.verify import Verifier
 
 Progress = Callable[[int, int], None]
 
-ROUNDS = 4
+ROUNDS = 3
 """So often at most a wide search looks around its leaders. See Note [wide]."""
 
 LEADERS = 3

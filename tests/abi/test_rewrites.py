@@ -11,7 +11,7 @@ from flcuda.finder.choice import Choice
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources.graph import GraphSource
-from flcuda.finder.sources.rewrites import FAST, Matmul, Padded, Relayout, SpaceToDepth
+from flcuda.finder.sources.rewrites import FAST, FAST_WINDOWS, Matmul, Padded, Relayout, SpaceToDepth
 
 pytestmark = CUDNN
 
@@ -85,8 +85,24 @@ def test_a_first_layer_gets_the_engines_made_for_hopper(h200) -> None:
         plain = GraphSource(h200).candidates(problem, Policy(workspace_limit=LIMIT), None)
         assert engine not in {candidate.algo for candidate in plain if candidate.reason is None}
         _, candidates = offered(SpaceToDepth, h200, problem)
-        assert f"graph:{engine}" in {candidate.algo for candidate in candidates}
-        assert len(candidates) <= FAST
+        forms: dict[tuple[object, object], set[str]] = {}
+        for candidate in candidates:
+            forms.setdefault(_form(candidate), set()).add(candidate.algo)
+        wanted = {(16, None), (48, "folded"), (64, "folded")}
+        assert forms.keys() == wanted | ({(32, "kept")} if direction == "forward" else set())
+        assert all(f"graph:{engine}" in algos for algos in forms.values()), (direction, word, forms)
+        assert len(candidates) <= FAST + 3 * FAST_WINDOWS
+
+
+def test_windows_without_tensor_cores_are_for_the_forward_direction(h200) -> None:
+    for direction in DIRECTIONS:
+        problem = ConvolutionProblem.parse(f"{direction} {STEM} float32 nchw")
+        _, candidates = offered(SpaceToDepth, h200, problem)
+        kept = [candidate for candidate in candidates if dict(candidate.parameters).get("rows") == "kept"]
+        assert bool(kept) == (direction == "forward")
+        assert all(dict(candidate.parameters)["channels"] == 21 for candidate in kept)
+        assert all(candidate.math == "fma" for candidate in kept)
+        assert all(candidate.build() is not None for candidate in kept)
 
 
 @pytest.mark.parametrize("line", ["n8 c64 14x14 k128 1x1 float16 nhwc", "n8 c64 14x14 k128 1x1 tf32 nchw"])
@@ -110,12 +126,19 @@ def test_no_matrix_product_without_tensor_cores(h200) -> None:
     assert not candidates
 
 
-def test_neighbours_in_knob_space(h200) -> None:
+@pytest.mark.parametrize("form", [(16, None), (48, "folded"), (32, "kept")])
+def test_neighbours_in_knob_space(h200, form) -> None:
     problem = ConvolutionProblem.parse(f"forward {STEM} float16 nhwc")
     source, candidates = offered(SpaceToDepth, h200, problem)
-    hopper = next(candidate for candidate in candidates if candidate.parameters[2:])
+    own = 3 if form[1] else 2
+    hopper = next(candidate for candidate in candidates if candidate.algo == "graph:62" and _form(candidate) == form)
     found = list(source.around(problem, hopper, Policy(workspace_limit=LIMIT), None))
     assert found
     assert {candidate.id for candidate in found} == {hopper.id}
-    assert not {candidate.identity for candidate in found} & {candidate.identity for candidate in candidates}
-    assert all(candidate.parameters[:2] == hopper.parameters[:2] for candidate in found)
+    assert {candidate.identity for candidate in found} - {candidate.identity for candidate in candidates}
+    assert all(candidate.parameters[:own] == hopper.parameters[:own] for candidate in found)
+
+
+def _form(candidate):
+    parameters = dict(candidate.parameters)
+    return parameters["channels"], parameters.get("rows")

@@ -14,7 +14,7 @@ from flcuda.finder.plan import Plan
 from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 from flcuda.finder.sources import REWRITES, source_named
-from flcuda.finder.sources.rewrites import SpaceToDepth
+from flcuda.finder.sources.rewrites import Padded, SpaceToDepth
 from flcuda.finder.verify import Verifier
 
 
@@ -63,16 +63,17 @@ def agrees(copy, rng):
     staged_moved, staged_there = on_device(staged_raw, staged, 16)
     copy.gathering()(staged_there, there)
     copy.gathering()(staged, operand)
-    used = {launch_of(copy, gather=True).function, launch_of(copy, gather=False).function}
+    used = {launch_of(copy, gather=True).function}
     assert same_bytes(staged_moved, staged_raw, staged, 16), f"{launch_of(copy, gather=True).function}: {copy}"
     assert same_bytes(moved, raw, operand, copy.alignment)
-    for add in (False, True):
+    for add in () if copy.overlaps else (False, True):
         (raw, operand), (staged_raw, staged) = spread(copy, rng, numbers=add)
         moved, there = on_device(raw, operand, copy.alignment)
         _, staged_there = on_device(staged_raw, staged, 16)
         copy.scattering(add=add)(there, staged_there)
         copy.scattering(add=add)(operand, staged)
         name = launch_of(copy, gather=False, add=add).function
+        used.add(name)
         assert same_bytes(moved, raw, operand, copy.alignment), f"{name}, add {add}: {copy}"
     return used
 
@@ -92,7 +93,24 @@ def packed(word, shape, layout, staged_layout, channels=None, **changes):
 
 
 BLOCKS = {"step": (2, 2), "factor": (2, 2), "shift": (3, 3)}
+FOLDED = {"step": (2, 2), "factor": (2, 7), "shift": (3, 3)}
+KEPT = {"step": (1, 2), "factor": (1, 7), "shift": (3, 3)}
+IMAGES = (128, 3, 224, 224)
 LARGE = {
+    "4 channels float16": packed("float16", IMAGES, "nhwc", "nhwc", 4),
+    "4 channels float32": packed("float32", IMAGES, "nhwc", "nhwc", 4),
+    "48 of windows float16": packed("float16", IMAGES, "nhwc", "nhwc", staged_shape=(128, 48, 115, 112), **FOLDED),
+    "64 of windows float16": packed("float16", IMAGES, "nhwc", "nhwc", staged_shape=(128, 64, 115, 112), **FOLDED),
+    "64 of windows float16 from nchw": packed(
+        "float16", IMAGES, "nchw", "nhwc", staged_shape=(128, 64, 115, 112), **FOLDED
+    ),
+    "48 of windows float32": packed("float32", IMAGES, "nhwc", "nhwc", staged_shape=(128, 48, 115, 112), **FOLDED),
+    "32 of windows float16, rows kept": packed(
+        "float16", IMAGES, "nhwc", "nhwc", staged_shape=(128, 32, 229, 112), **KEPT
+    ),
+    "21 of windows float32 in nchw, rows kept": packed(
+        "float32", IMAGES, "nchw", "nchw", staged_shape=(128, 21, 229, 112), **KEPT
+    ),
     "stem float16": packed("float16", (128, 3, 224, 224), "nhwc", "nhwc", staged_shape=(128, 16, 115, 115), **BLOCKS),
     "stem float32": packed("float32", (128, 3, 224, 224), "nhwc", "nhwc", staged_shape=(128, 16, 115, 115), **BLOCKS),
     "stem float16 from nchw": packed(
@@ -129,6 +147,8 @@ def test_large_copies_are_those_of_numpy(name, device):
     staged = copy.placing()(devices.workspace(copy.nbytes), 0)
     copy.gathering()(staged, there)
     np.testing.assert_array_equal(cupy.asnumpy(bits(staged)), bits(wanted))
+    if copy.overlaps:
+        return
     back = cupy.ndarray(copy.shape, source.dtype, cupy.zeros_like(moved).data, source.strides)
     copy.scattering(add=False)(back, staged)
     restored = np.empty_like(source)
@@ -136,9 +156,7 @@ def test_large_copies_are_those_of_numpy(name, device):
     np.testing.assert_array_equal(cupy.asnumpy(bits(back)), bits(restored))
 
 
-@pytest.mark.parametrize(
-    "name", ["stem float16", "stem float32", "to nhwc float16", "to nhwc float32", "to nchw float32"]
-)
+@pytest.mark.parametrize("name", [name for name in LARGE if name not in ("long rows", "many rows")])
 def test_copies_run_near_the_speed_of_a_plain_copy(name, device):
     copy = LARGE[name]
     cupy = devices.cupy()
@@ -231,6 +249,37 @@ def test_every_candidate_of_a_fast_search_is_right(direction, word, device):
     for geometry in GEOMETRIES:
         ran += runs_right(ConvolutionProblem.parse(f"{direction} {geometry} {word}"), device, Policy())
     assert ran >= 10
+
+
+@pytest.mark.parametrize("word", ["float16 nhwc", "bfloat16 nhwc", "tf32 nhwc", "float32 nchw"])
+@pytest.mark.parametrize("direction", ["forward", "backward_filter"])
+def test_every_form_of_a_first_layer_is_right(direction, word, device):
+    for more in ("", " acc"):
+        problem = ConvolutionProblem.parse(f"{direction} n8 c3 64x62 k64 7x7 p3 s2 {word}{more}")
+        arrays = problem.random_arrays(seed=5, device=device)
+        verifier = Verifier(problem, tuple(arrays[name] for name in problem.inputs), device)
+        forms = set()
+        for source in (SpaceToDepth(), Padded()):
+            for candidate in source.candidates(problem, Policy(), device):
+                try:
+                    found = verifier.check(candidate.build(), deterministic=candidate.deterministic)
+                except CudnnNotSupportedError:
+                    continue
+                assert found.reason is None, f"{problem}: {candidate}: {found.reason}"
+                own = dict(candidate.parameters)
+                forms.add((source.name, own["channels"], own.get("rows")))
+                print(f"{problem}: {candidate.id} {own['channels']} {own.get('rows')}")
+        if problem.math == "fma":
+            wanted = {("space_to_depth", 12, None)}
+            if direction == "forward":
+                wanted.add(("space_to_depth", 21, "kept"))
+        else:
+            wanted = {("space_to_depth", 16, None), *(("space_to_depth", size, "folded") for size in (48, 64))}
+            if direction == "forward":
+                wanted.add(("space_to_depth", 32, "kept"))
+            if word.startswith("float16"):
+                wanted.add(("padded", 4, None))
+        assert forms >= wanted
 
 
 @pytest.mark.parametrize(

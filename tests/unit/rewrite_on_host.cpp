@@ -14,6 +14,7 @@
 #define __global__
 #define __device__
 #define __shared__ static
+#define __launch_bounds__(threads)
 
 struct Index {
   unsigned x, y, z;
@@ -101,11 +102,12 @@ static Kernel kernel(void (*function)(A...)) {
 
 #define KERNEL(name) {#name, kernel(name)},
 #define GATHER_KERNELS(T) \
-  KERNEL(gather_rows_##T) KERNEL(gather_channels_##T) KERNEL(gather_merged_##T) KERNEL(gather_wide_##T)
+  KERNEL(gather_rows_##T) KERNEL(gather_channels_##T) KERNEL(gather_wide_##T) KERNEL(gather_lines_##T) \
+      KERNEL(gather_planes_##T)
 #define SCATTER_KERNELS(T) KERNEL(scatter_rows_##T) KERNEL(scatter_channels_##T) KERNEL(transpose_##T)
 static const std::map<std::string, Kernel> kernels = {
     GATHER_KERNELS(bytes2) GATHER_KERNELS(bytes4) GATHER_KERNELS(bytes8) SCATTER_KERNELS(f32) SCATTER_KERNELS(f64)
-        SCATTER_KERNELS(f16) SCATTER_KERNELS(bf16) KERNEL(transpose_pairs_f16) KERNEL(transpose_pairs_bf16)};
+        SCATTER_KERNELS(f16) SCATTER_KERNELS(bf16) KERNEL(transpose_pairs_f16) KERNEL(transpose_pairs_bf16) KERNEL(gather_quads_bytes2)};
 
 static Kernel launched;
 static void** given;

@@ -16,7 +16,16 @@ from flcuda.finder.policy import Policy
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem, Problem
 from flcuda.finder.sources import REWRITES, source_named, sources_for
 from flcuda.finder.sources.reference import ReferenceSource
-from flcuda.finder.sources.rewrites import FAST, WIDE, Matmul, Padded, Relayout, RewrittenRunner, SpaceToDepth
+from flcuda.finder.sources.rewrites import (
+    FAST,
+    FAST_WINDOWS,
+    WIDE,
+    Matmul,
+    Padded,
+    Relayout,
+    RewrittenRunner,
+    SpaceToDepth,
+)
 from flcuda.finder.verify import Verifier
 
 CPU = Device("cpu")
@@ -117,11 +126,43 @@ def test_a_first_layer_loses_its_stride_and_its_padding() -> None:
             # FFT and Winograd are for NCHW
             ("float32 nhwc", "c12 115x115 k64 4x4 p0 s1 float32 nchw"),
         ):
-            assert inner_lines(SpaceToDepth, f"{stem} {word}") == [f"{direction} n128 {inner}"]
+            blocks, *windows = rewrites(SpaceToDepth, f"{stem} {word}")
+            assert str(blocks.inner) == f"{direction} n128 {inner}"
+            assert blocks.parameters[2:] == ()
+            assert all(len(rewrite.parameters) == 3 for rewrite in windows)
+
+
+def test_windows_of_a_first_layer_are_its_channels() -> None:
+    folded, kept = "p0 s1", "p0 s2x1"
+    stem = "n128 c3 224x224 k64 7x7 p3 s2"
+    for word in ("float16", "bfloat16", "tf32"):
+        both = [f"c48 115x112 k64 4x1 {folded} {word} nhwc", f"c64 115x112 k64 4x1 {folded} {word} nhwc"]
+        for direction, wanted in (
+            ("forward", [*both, f"c32 229x112 k64 7x1 {kept} {word} nhwc"]),
+            ("backward_filter", both),
+            ("backward_data", []),
+        ):
+            _, *found = inner_lines(SpaceToDepth, f"{direction} {stem} {word} nhwc")
+            assert found == [f"{direction} n128 {inner}" for inner in wanted]
+    _, found = inner_lines(SpaceToDepth, f"forward {stem} float32 nchw")
+    assert found == f"forward n128 c21 229x112 k64 7x1 {kept} float32 nchw"
+    assert len(inner_lines(SpaceToDepth, f"backward_filter {stem} float32 nchw")) == 1
+    # 18 channels: 64 would be more than 1.6 times those
+    _, *found = inner_lines(SpaceToDepth, "forward n32 c3 64x64 k256 3x3 p1 s2 float16 nhwc")
+    assert found == [
+        f"forward n32 c32 33x32 k256 2x1 {folded} float16 nhwc",
+        f"forward n32 c16 65x32 k256 3x1 {kept} float16 nhwc",
+    ]
+    source = SpaceToDepth(())
+    problem = ConvolutionProblem.parse(f"backward_data {stem} float16 nhwc")
+    with pytest.raises(ValueError, match="no windows with rows 'kept' of backward_data"):
+        source.rewritten(problem, {"channels": 32, "layout": "nhwc", "rows": "kept"})
+    with pytest.raises(ValueError, match="no windows with rows 'turned'"):
+        source.rewritten(problem.with_direction("forward"), {"channels": 32, "layout": "nhwc", "rows": "turned"})
 
 
 def test_only_what_has_not_the_form_is_copied() -> None:
-    (stem,) = rewrites(SpaceToDepth, "forward n128 c3 224x224 k64 7x7 p3 s2 float16 nhwc acc")
+    stem, *_ = rewrites(SpaceToDepth, "forward n128 c3 224x224 k64 7x7 p3 s2 float16 nhwc acc")
     x, w, y = stem.copies
     assert x is not None
     assert w is not None
@@ -129,24 +170,29 @@ def test_only_what_has_not_the_form_is_copied() -> None:
     assert stem.inner.accumulate
     # 128 x 115 x 115 x 16 and 64 x 4 x 4 x 16 elements of two bytes
     assert stem.copied == 54_169_600 + 32_768
-    (stem,) = rewrites(SpaceToDepth, "forward n128 c3 224x224 k60 7x7 p3 s2 float16 nhwc acc")
+    stem, *_ = rewrites(SpaceToDepth, "forward n128 c3 224x224 k60 7x7 p3 s2 float16 nhwc acc")
     assert stem.copies[2] is not None
     assert not stem.inner.accumulate
     assert stem.inner.w_shape == (64, 16, 4, 4)
-    padded, *_ = rewrites(Padded, "backward_filter n32 c3 32x32 k60 3x3 p1 float16 nhwc align:2x16x16", WIDE_POLICY)
+    _, padded, *_ = rewrites(Padded, "backward_filter n32 c3 32x32 k60 3x3 p1 float16 nhwc align:2x16x16", WIDE_POLICY)
     assert all(padded.copies)
     assert padded.inner.x_alignment == 16
     assert str(padded.inner) == "backward_filter n32 c8 32x32 k64 3x3 p1 s1 float16 nhwc"
     # a border for what differs before and after
-    padded, _ = rewrites(Padded, "forward n32 c3 32x32 k64 3x3 p1:2 float16 nhwc")
+    four, padded, _ = rewrites(Padded, "forward n32 c3 32x32 k64 3x3 p1:2 float16 nhwc")
+    assert four.inner.x_shape == (32, 4, 33, 33)
     assert str(padded.inner) == "forward n32 c8 33x33 k64 3x3 p1 s1 float16 nhwc"
 
 
 @pytest.mark.parametrize(
     ("kind", "line", "count"),
     [
-        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc", 1),
-        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s2x3 float16 nhwc", 1),
+        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc", 4),
+        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s2x3 float16 nhwc", 4),
+        (SpaceToDepth, "n8 c5 64x64 k64 7x7 p3 s2 float16 nhwc", 1),
+        (SpaceToDepth, "n8 c3 4096 k64 7 p3 s2 float16 nhwc", 1),
+        # a few operations for each byte
+        (SpaceToDepth, "n8 c3 64x64 k8 3x3 p1 s2 float16 nhwc", 1),
         (SpaceToDepth, "n8 c3 224x224 k64 16x16 s16 float16 nhwc", 1),
         (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s1x2 float16 nhwc", 0),
         (SpaceToDepth, "n8 c16 64x64 k64 3x3 p1 s2 float16 nhwc", 0),
@@ -154,7 +200,9 @@ def test_only_what_has_not_the_form_is_copied() -> None:
         (SpaceToDepth, "n8 c3 64x64 k64 3x3 p1 float16 nhwc", 0),
         (SpaceToDepth, "n8 c3 64x64 k64 3x3 p1 s2 d2 float16 nhwc", 0),
         (SpaceToDepth, "n8 c4 64x64 k64 3x3 p1 s2 g2 float16 nhwc", 0),
-        (Padded, "n8 c3 64x64 k64 3x3 p1 float16 nhwc", 2),
+        (Padded, "n8 c3 64x64 k64 3x3 p1 float16 nhwc", 3),
+        (Padded, "n8 c3 64x64 k64 3x3 p1 bfloat16 nhwc", 2),
+        (Padded, "n8 c4 64x64 k64 3x3 p1 float16 nhwc", 2),
         (Padded, "n8 c3 64x64 k64 3x3 p1 tf32 nhwc", 2),
         (Padded, "n8 c3 64x64 k64 7x7 p3 s2 tf32 nhwc", 1),
         (Padded, "n8 c60 64x64 k64 3x3 p1 float16 nhwc", 1),
@@ -188,7 +236,10 @@ def test_a_fast_search_tries_what_is_likely_to_pay(kind, line, count) -> None:
 @pytest.mark.parametrize(
     ("kind", "line", "count"),
     [
-        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s1x2 float16 nhwc", 4),
+        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s1x2 float16 nhwc", 6),
+        # 27 and 9 channels: two layouts of each, of a block none
+        (SpaceToDepth, "n8 c3 64x64 k64 3x3 p1 float16 nhwc", 2),
+        (SpaceToDepth, "n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc", 8),
         (SpaceToDepth, "n8 c16 64x64 k64 3x3 p1 s2 float16 nhwc", 2),
         (SpaceToDepth, "n8 c16 64x64 k64 1x1 s2 float16 nhwc", 0),
         (SpaceToDepth, "n8 c512 64x64 k64 3x3 p1 s2 float16 nhwc", 0),
@@ -255,7 +306,8 @@ def offered(algo: str, **changes) -> Candidate:
     return Candidate(source="listing", algo=algo, **{**values, **changes})
 
 
-STEM = ConvolutionProblem.parse("forward n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc")
+# of which there is one rewrite
+STEM = ConvolutionProblem.parse("backward_data n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc")
 
 
 def test_a_candidate_is_the_inner_one_and_the_copies() -> None:
@@ -278,7 +330,7 @@ def test_a_candidate_is_the_inner_one_and_the_copies() -> None:
 
 
 def test_few_candidates_and_no_compiler_in_a_fast_search() -> None:
-    many = [offered(str(engine), parameters=(("tile", tile),)) for engine in range(4) for tile in range(9)]
+    many = [offered(str(engine), parameters=(("tile", tile),)) for engine in range(3) for tile in range(9)]
     many = [
         offered("0", reason="no"),
         *(offered(str(engine), notes=("runtime_compilation",)) for engine in range(9)),
@@ -287,9 +339,12 @@ def test_few_candidates_and_no_compiler_in_a_fast_search() -> None:
     source = SpaceToDepth((Listing(*many),))
     fast = list(source.candidates(STEM, Policy(), CPU))
     # the first of each engine, then the second of each
-    assert [candidate.algo for candidate in fast] == [f"listing:{engine}" for engine in (0, 1, 2, 3, 0, 1)]
-    assert [dict(candidate.parameters)["inner.tile"] for candidate in fast] == [0, 0, 0, 0, 1, 1]
+    assert [candidate.algo for candidate in fast] == [f"listing:{engine}" for engine in (0, 1, 2, 0, 1)]
+    assert [dict(candidate.parameters)["inner.tile"] for candidate in fast] == [0, 0, 0, 1, 1]
     assert len(fast) == FAST
+    # windows have several forms: of each there are fewer
+    forms = list(source.candidates(STEM.with_direction("forward"), Policy(), CPU))
+    assert len(forms) == FAST + 3 * FAST_WINDOWS
     wide = list(source.candidates(STEM, WIDE_POLICY, CPU))
     assert len(wide) == 2 * WIDE
     assert sum(bool(candidate.notes) for candidate in wide) == 4
@@ -300,6 +355,19 @@ def test_few_candidates_and_no_compiler_in_a_fast_search() -> None:
     product = ConvolutionProblem.parse("forward n8 c64 8x8 k64 1x1 float16 nhwc")
     assert len(list(Matmul((compiled,)).candidates(product, Policy(), CPU))) == 1
     assert len(list(Matmul((compiled,)).candidates(product, WIDE_POLICY, CPU))) == 4
+
+
+def test_of_four_channels_the_legacy_algorithms_are_asked() -> None:
+    problem = ConvolutionProblem.parse("forward n8 c3 64x64 k64 7x7 p3 s2 float16 nhwc")
+    source = Padded()
+    asked = {
+        rewrite.inner.x_shape[1]: [inner.name for inner in source._sources(rewrite, Policy())]
+        for rewrite in source.rewrites(problem, Policy())
+    }
+    assert asked == {4: ["legacy"], 8: ["graph"]}
+    four = source.rewritten(problem, {"channels": 4, "layout": "nhwc"})
+    assert str(four.inner) == "forward n8 c4 64x64 k64 7x7 p3 s2 float16 nhwc"
+    assert [inner.name for inner in source._sources(four, WIDE_POLICY)] == ["graph", "legacy"]
 
 
 def test_what_the_inner_source_does_not_take_is_not_offered() -> None:

@@ -66,10 +66,13 @@ from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 LIMIT = 10
 """So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
 
-COMPILED = 4
-"""So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate: a quarter of a
-second on 16 cores where compilations run side by side. With twice as many, a wide search on an H200 spent two of its
-three seconds in the compiler. See Note [wide]."""
+COMPILED = 3
+"""So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate. An H200's host
+took a tenth of a second for each, 16 of its cores at work. See Note [wide]."""
+
+SLOW = frozenset(("69", "80"))
+"""Engines that a wide search does not ask beyond what heuristics list first: one plan may keep the compiler for 10 to 16
+seconds (3x3 and 7x7 filters; cuDNN 9.19 and 9.28, on an H200)."""
 
 AROUND = 64
 """So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
@@ -558,8 +561,8 @@ class _Rules:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None and _compiles(configuration):
-                compiled += 1
-                if compiled > COMPILED:
+                compiled += candidate.algo not in SLOW
+                if compiled > COMPILED or candidate.algo in SLOW:
                     continue
             taken[configuration.key] = (configuration, candidate)
         return list(taken.values())

@@ -1,7 +1,8 @@
 """Sources that rewrite a convolution into another Problem, which cuDNN solves faster, and let others solve that one.
 
 - ``space_to_depth``: of a strided convolution one of stride 1, with a block of positions as channels. A first layer, 3
-  channels, 7x7, stride 2, becomes 12 channels, 4x4, stride 1, and its padding is gone.
+  channels, 7x7, stride 2, becomes 12 channels, 4x4, stride 1, and its padding is gone. Or the channels hold all that a
+  row of the filter reads, windows that overlap, and it becomes 42 channels, 4x1. See Note [windows].
 - ``padded``: channels and filters become as many as tensor cores want, by zeros.
 - ``relayout``: the operands in the other layout: NHWC for tensor cores, NCHW for FFT and Winograd.
 - ``matmul``: a filter of one element is a matrix product.
@@ -22,10 +23,30 @@ operations for each byte in 16 bits, 15 in float32. If a kernel for odd channels
 times the time of another, there is something to gain from `PAYING` operations a byte of the copies on: an estimate,
 which only decides what is tried.
 
+Note [windows]: of a first layer, the windows have enough channels to fill the vectors and tiles of tensor-core engines,
+the filter has no zeros along the width, and each x is copied kernel width / stride times. "folded": windows of the
+width, and blocks of the others; "kept": only the windows, and the other strides stay. On an H200 with cuDNN 9.19, the
+layer of ResNet (batch 128, 224x224), ms, forward and filter gradient, to which comes the copy (158 MB of 48 channels of
+16 bits, 211 of 64 or of 32 kept, 54 of the block; 38 are read):
+
+    =========================  ===========  ===========  ===========  ===========
+    channels                   float16      bfloat16     TF32         float32
+    =========================  ===========  ===========  ===========  ===========
+    as given: 3                0.288 0.297  0.890 0.580  0.785 0.895  1.454 1.603
+    padded: 4                  0.206 0.217  0.889 0.574  0.700 0.836
+    block: 12 as 16            0.333 0.244  0.331 0.243  0.424 0.810  1.09  1.69
+    windows, folded: 42 as 48  0.172 0.178  0.172 0.177  0.279 0.497  1.043 3.18
+    windows, folded: 42 as 64  0.146 0.160  0.144 0.155  0.262 0.502
+    windows, kept: 21 as 32    0.147 0.268  0.134 0.265  0.252 0.888  0.951 3.02
+    =========================  ===========  ===========  ===========  ===========
+
+So "kept" is for the forward direction, and without tensor cores nothing else is, with no channels added. There is no
+data gradient of windows: it would have to add what overlaps.
+
 Note [channels]: tensor-core engines load 16 bytes of channels at once: 8 channels of 16 bits, 4 of TF32. Of fewer than
 16 channels cuDNN's lists for an H200 have no engine made for Hopper (62 for float16, 67 for TF32), of 16 they have, but
 not with a stride. So there are two paddings where channels are few and the stride is 1: to the vector, which copies
-less, and to 16.
+less, and to 16. In float16 the legacy algorithms, and only they, have fast kernels for 4 channels: a third padding.
 """
 
 import itertools
@@ -48,8 +69,11 @@ from flcuda.finder.problem import ConvolutionProblem, Problem, same_strides
 from flcuda.finder.sources.graph import GraphRunner, StagedRunner
 from flcuda.finder.sources.staging import split_padding
 
-FAST = 6
+FAST = 5
 """So many candidates of an inner source are offered. See Note [few]."""
+
+FAST_WINDOWS = 3
+"""And so many for each form of Note [windows], which the heuristics know well."""
 
 WIDE = 12
 """So many under the effort "wide"."""
@@ -66,7 +90,15 @@ FEW_CHANNELS = 32
 MOST_CHANNELS = 1024
 """And so many under "wide"."""
 
+WINDOWED_CHANNELS = {False: 4, True: 15}
+"""Up to so many channels of x, windows are tried, by whether the effort is "wide"."""
+
+FILLED = 1.6
+"""Windows are padded to whole tiles of an engine where that makes at most so many times their channels."""
+
 _HOPPER_CHANNELS = 16
+_QUAD = 4
+_TILE_BYTES = 128
 _COMPILED = "runtime_compilation"
 _BLOCK = 512
 _PREFIX = "inner."
@@ -86,12 +118,16 @@ class Rewrite:
         inner: what is solved instead; its operands are those of the Problem, in the same order, under the same names.
         copies: of each operand, its copy; None where the operand itself is used.
         parameters: what tells this rewrite from others of its source, enough to make it again.
+        few: so many candidates of an inner source are offered under the effort "fast", but all legacy ones.
+        asked: names of the inner sources to ask under "fast"; empty: those that are fast in general.
     """
 
     problem: ConvolutionProblem
     inner: Problem
     copies: tuple[Copy | None, ...]
     parameters: Parameters
+    few: int = FAST
+    asked: tuple[str, ...] = ()
 
     @property
     def copied(self) -> int:
@@ -185,6 +221,17 @@ def _paddings(problem: ConvolutionProblem, channels: int, stride: Sequence[int])
         return (channels,)
     vectors = _up(channels, _vector(problem))
     return tuple(sorted({vectors, max(vectors, _HOPPER_CHANNELS)})) if set(stride) == {1} else (vectors,)
+
+
+def _fillings(problem: ConvolutionProblem, channels: int, rows: str) -> tuple[int, ...]:
+    """Gives the channels that those of windows may be padded to. See Note [windows]."""
+    if problem.math == "fma":
+        return (channels,)
+    found = {_up(channels, _HOPPER_CHANNELS)}
+    filled = _up(channels, _TILE_BYTES // devices.DTYPES[problem.dtype_of(problem.operands[0])].itemsize)
+    if rows == "folded" and filled <= FILLED * channels:
+        found.add(filled)
+    return tuple(sorted(found))
 
 
 def _preferred(problem: ConvolutionProblem) -> str:
@@ -347,7 +394,7 @@ class RewriteSource:
             within = self._policy(rewrite, policy, device)
             if within is None or not rewrite.is_possible:
                 continue
-            for source in self._sources(rewrite.inner, policy):
+            for source in self._sources(rewrite, policy):
                 for candidate in self._few(source, rewrite, within, policy, device):
                     yield self._outer(rewrite, candidate, device)
                     if policy.mode == "heuristic":
@@ -363,7 +410,8 @@ class RewriteSource:
             device: current for the calling thread.
 
         Yields:
-            Candidates that this source has not yielded yet; none where the inner source knows no neighbours.
+            Candidates; none where the inner source knows no neighbours. Where this source has several forms of a
+            Problem, some may have been yielded before.
         """
         if not isinstance(problem, ConvolutionProblem):
             return
@@ -456,12 +504,15 @@ class RewriteSource:
             raise ValueError(f"{self.name} has no inner source {name!r}")
         return found
 
-    def _sources(self, inner: Problem, policy: Policy) -> list[Any]:
-        """Gives the inner sources to ask: of the legacy ones nothing is fast on tensor cores."""
+    def _sources(self, rewrite: Rewrite, policy: Policy) -> list[Any]:
+        """Gives the inner sources to ask: of the legacy ones little is fast on tensor cores."""
+        inner = rewrite.inner
         if self._given is not None:
             return [source for source in self._given if isinstance(inner, tuple(source.kinds))]
         if isinstance(inner, GraphProblem):
             names = ["graph"]
+        elif rewrite.asked and policy.effort != "wide":
+            names = list(rewrite.asked)
         elif inner.math == "fma":
             names = ["legacy", "graph"]
         else:
@@ -494,32 +545,36 @@ class RewriteSource:
         except CudnnNotSupportedError:
             return
         in_turn = (each for turn in itertools.zip_longest(*by_algo.values()) for each in turn if each is not None)
-        yield from itertools.islice(in_turn, WIDE if wide or source.name == "legacy" else FAST)
+        yield from itertools.islice(in_turn, WIDE if wide or source.name == "legacy" else rewrite.few)
 
 
 class SpaceToDepth(RewriteSource):
-    """The source ``space_to_depth``: of strides, blocks as channels. See the module.
+    """The source ``space_to_depth``: of strides, blocks or windows as channels. See the module.
 
-    Under the effort "fast": where all strides are above 1, and a block has few channels (`FEW_CHANNELS`), or the filter
-    is no larger than the stride, so that each input is read once. Under "wide": where any stride is above 1, up to
-    `MOST_CHANNELS`. Never with groups, dilation, or a filter of one element.
+    Blocks, under the effort "fast": where all strides are above 1, and a block has few channels (`FEW_CHANNELS`) or the
+    filter is no larger than the stride, so that each input is read once. Under "wide": where any stride is above 1, up
+    to `MOST_CHANNELS`. Windows, but for the data gradient, where they overlap and x has few channels
+    (`WINDOWED_CHANNELS`); under "fast" in two dimensions or more, all strides above 1, where it pays by Note [paying].
+    Neither with groups, dilation, or a filter of one element.
     """
 
     name = "space_to_depth"
 
     def rewrites(self, problem: ConvolutionProblem, policy: Policy) -> Iterator[Rewrite]:
         """Yields how a Problem may be rewritten, under the policy's effort."""
+        if problem.groups != 1 or set(problem.dilation) != {1} or math.prod(problem.w_shape[2:]) == 1:
+            return
+        wide = policy.effort == "wide"
+        if not wide and min(problem.stride) == 1:
+            return
+        yield from self._blocks(problem, policy, wide)
+        yield from self._windows(problem, policy, wide)
+
+    def _blocks(self, problem: ConvolutionProblem, policy: Policy, wide: bool) -> Iterator[Rewrite]:
         block = math.prod(problem.stride)
         channels = problem.x_shape[1] * block
-        wide = policy.effort == "wide"
-        if problem.groups != 1 or set(problem.dilation) != {1} or block == 1 or channels > MOST_CHANNELS:
-            return
-        kernel = problem.w_shape[2:]
-        if math.prod(kernel) == 1:
-            return
-        apart = all(size <= step for size, step in zip(kernel, problem.stride, strict=True))
-        few = channels <= FEW_CHANNELS or apart
-        if not wide and (min(problem.stride) == 1 or not few):
+        apart = all(size <= step for size, step in zip(problem.w_shape[2:], problem.stride, strict=True))
+        if block == 1 or channels > (MOST_CHANNELS if wide or apart else FEW_CHANNELS):
             return
         # a filter in the form of the Hopper engines first
         paddings = sorted(_paddings(problem, channels, (1,)), reverse=True)
@@ -527,39 +582,75 @@ class SpaceToDepth(RewriteSource):
             for padded in paddings if wide else paddings[:1]:
                 yield self.rewritten(problem, {"channels": padded, "layout": layout})
 
+    def _windows(self, problem: ConvolutionProblem, policy: Policy, wide: bool) -> Iterator[Rewrite]:
+        channels, window = problem.x_shape[1], problem.w_shape[-1]
+        if problem.direction == "backward_data" or channels > WINDOWED_CHANNELS[wide] or window <= problem.stride[-1]:
+            return
+        others = math.prod(problem.stride[:-1])
+        forms = {}
+        if others > 1:
+            forms["folded"] = channels * window * others
+        forms["kept"] = channels * window
+        if not wide:
+            if len(problem.stride) == 1 or (problem.math == "fma" and problem.direction != "forward"):
+                return
+            if problem.math == "fma":
+                forms.pop("folded", None)
+            elif problem.direction != "forward":
+                del forms["kept"]
+        for layout in _layouts(problem, policy):
+            for rows, count in forms.items():
+                for padded in _fillings(problem, count, rows):
+                    rewrite = self.rewritten(problem, {"channels": padded, "layout": layout, "rows": rows})
+                    if padded <= MOST_CHANNELS and (wide or rewrite.pays):
+                        yield rewrite
+
     def rewritten(self, problem: ConvolutionProblem, parameters: dict[str, int | str]) -> Rewrite:
-        """Makes the Rewrite of given parameters."""
+        """Makes the Rewrite of given parameters: with "rows", "folded" or "kept", that of windows."""
         channels, layout = int(parameters["channels"]), str(parameters["layout"])
-        stride = problem.stride
-        taps = tuple(-(-size // step) for size, step in zip(problem.w_shape[2:], stride, strict=True))
+        rows = str(parameters.get("rows", ""))
+        own: Parameters = (("channels", channels), ("layout", layout))
+        kernel, positions = problem.w_shape[2:], problem.y_shape[2:]
+        # of x: the distance of blocks or windows, and their size, which is also their distance in w
+        step = size = problem.stride
+        left = (1,) * len(step)
+        if rows:
+            if rows not in ("folded", "kept") or problem.direction == "backward_data":
+                raise ValueError(f"parameters: there are no windows with rows {rows!r} of {problem}")
+            own = (*own, ("rows", rows))
+            if rows == "kept":
+                left = (*step[:-1], 1)
+                step = (*(1,) * (len(step) - 1), step[-1])
+            size = (*step[:-1], kernel[-1])
+        taps = tuple(-(-count // each) for count, each in zip(kernel, size, strict=True))
+        image = tuple((count - 1) * each + tap for count, each, tap in zip(positions, left, taps, strict=True))
         filters = problem.w_shape[0]
         if problem.math == "tensor_op":
             filters = _up(filters, _vector(problem))
-        positions = problem.y_shape[2:]
-        image = tuple(count + size - 1 for count, size in zip(positions, taps, strict=True))
         batch = problem.x_shape[0]
-        nothing = (0,) * len(stride)
-        blocks = {"step": stride, "factor": stride}
-        return _convolution(
+        nothing = (0,) * len(step)
+        rewrite = _convolution(
             problem,
             layout,
             {
-                "x": _Form((batch, channels, *image), **blocks, shift=problem.padding_before),
-                "w": _Form((filters, channels, *taps), **blocks),
+                "x": _Form((batch, channels, *image), step=step, factor=size, shift=problem.padding_before),
+                "w": _Form((filters, channels, *taps), step=size, factor=size),
                 "y": _Form((batch, filters, *positions)),
             },
-            (("channels", channels), ("layout", layout)),
+            own,
             padding_before=nothing,
             padding_after=nothing,
-            stride=(1,) * len(stride),
+            stride=left,
         )
+        return replace(rewrite, few=FAST_WINDOWS) if rows else rewrite
 
 
 class Padded(RewriteSource):
     """The source ``padded``: channels and filters that fill the vectors of tensor-core engines. See the module.
 
     Under the effort "fast": on tensor cores, where channels or filters are no multiple of 8 (16-bit types) or 4 (TF32)
-    and it pays by Note [paying]; under "wide" also where it does not, and to 16 channels from fewer. Never with groups.
+    and it pays by Note [paying], and of float16 to 4 channels; under "wide" also where it does not, and to 16 channels
+    from fewer. Never with groups.
     """
 
     name = "padded"
@@ -573,8 +664,11 @@ class Padded(RewriteSource):
         full = channels % vector == 0 and filters % vector == 0
         if full and (policy.effort != "wide" or channels >= _HOPPER_CHANNELS):
             return
+        paddings = _paddings(problem, channels, problem.stride)
+        if channels < _QUAD and problem.dtype_of(problem.operands[0]) == "float16":
+            paddings = (_QUAD, *paddings)
         for layout in _layouts(problem, policy):
-            for padded in _paddings(problem, channels, problem.stride):
+            for padded in paddings:
                 rewrite = self.rewritten(problem, {"channels": padded, "layout": layout})
                 if policy.effort == "wide" or rewrite.pays:
                     yield rewrite
@@ -582,9 +676,10 @@ class Padded(RewriteSource):
     def rewritten(self, problem: ConvolutionProblem, parameters: dict[str, int | str]) -> Rewrite:
         """Makes the Rewrite of given parameters."""
         channels, layout = int(parameters["channels"]), str(parameters["layout"])
-        return _same_geometry(
+        rewrite = _same_geometry(
             problem, layout, channels, _up(problem.w_shape[0], _vector(problem)), (("channels", channels),)
         )
+        return replace(rewrite, asked=("legacy",)) if channels % _vector(problem) else rewrite
 
 
 class Relayout(RewriteSource):
