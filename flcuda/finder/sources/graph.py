@@ -71,8 +71,8 @@ COMPILED = 3
 took a tenth of a second for each, 16 of its cores at work. See Note [wide]."""
 
 SLOW = frozenset(("69", "80"))
-"""Engines that a wide search does not ask beyond what heuristics list first: one plan may keep the compiler for 10 to 16
-seconds (3x3 and 7x7 filters; cuDNN 9.19 and 9.28, on an H200)."""
+"""Engines that a wide search does not ask beyond what heuristics list first: one plan may keep the compiler for 10 to
+16 seconds (3x3 and 7x7 filters; cuDNN 9.19 and 9.28, on an H200)."""
 
 AROUND = 64
 """So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
