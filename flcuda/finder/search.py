@@ -24,7 +24,7 @@ from flcuda.finder import measure, ranking
 from flcuda.finder.candidate import Candidate
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.graph_problem import GraphProblem
-from flcuda.finder.plan import Plan, Solution, is_refusal
+from flcuda.finder.plan import Plan, Solution, callers_level, is_refusal
 from flcuda.finder.policy import Policy, current_policy
 from flcuda.finder.problem import Problem
 from flcuda.finder.report import FindReport, Row, labels
@@ -151,7 +151,7 @@ def plan(problem: Problem, *, policy: Policy | None = None, device: str | Device
                 warnings.warn(
                     f"memory does not suffice to search for {problem} ({error}); the first candidate that runs is used",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=callers_level(),
                 )
             # not in the handler: until that ends, the error's frames keep what the search had allocated
             if report is None:
@@ -224,7 +224,7 @@ def _restored(
         warnings.warn(
             f"the stored choice {choice.id} for {key.problem} no longer works: {error}; searching again",
             UserWarning,
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
         return None
     if pinned:
@@ -554,6 +554,6 @@ def _warn_of_workspace(key: Key, rows: list[Row]) -> None:
                 f"the workspace limit excluded {row.label}, which claims {claimed:.3f} ms against {best:.3f} ms of "
                 f"{usable[0].label}: {row.reason} ({key.problem})",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=callers_level(),
             )
             return

@@ -6,7 +6,6 @@ from copy_cases import GUARD, bits, memory, random_copy
 
 import flcuda
 from flcuda import device as devices
-from flcuda import timing
 from flcuda.errors import CudnnNotSupportedError
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.copies import Copy, launch_of
@@ -154,29 +153,6 @@ def test_large_copies_are_those_of_numpy(name, device):
     restored = np.empty_like(source)
     copy.scattering(add=False)(restored, wanted)
     np.testing.assert_array_equal(cupy.asnumpy(bits(back)), bits(restored))
-
-
-@pytest.mark.parametrize("name", [name for name in LARGE if name not in ("long rows", "many rows")])
-def test_copies_run_near_the_speed_of_a_plain_copy(name, device):
-    copy = LARGE[name]
-    cupy = devices.cupy()
-    operand_bytes = int(np.prod(copy.shape)) * copy.itemsize
-    source = cupy.zeros(operand_bytes, np.uint8)
-    there = cupy.ndarray(
-        copy.shape,
-        devices.DTYPES[copy.dtype],
-        source.data,
-        tuple(step * copy.itemsize for step in copy.strides),
-    )
-    staged = copy.placing()(devices.workspace(copy.nbytes), 0)
-    gathering = copy.gathering()
-    total = operand_bytes + copy.nbytes
-    plain_from, plain_to = cupy.zeros(total // 2, np.uint8), cupy.empty(total // 2, np.uint8)
-    own = timing.measure(lambda: gathering(staged, there), device)
-    plain = timing.measure(lambda: plain_to.data.copy_from_device_async(plain_from.data, total // 2), device)
-    share = plain.median_ms / own.median_ms
-    print(f"{name}: {own.median_ms * 1e3:.0f} us, {total / own.median_ms / 1e6:.0f} GB/s, {share:.2f} of a plain copy")
-    assert share > 0.5
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ class TestOperandSets:
 
 
 # one kernel of a steady time: two of a Fourier transform each scatter by more than what is asked
-NVBENCH_PROBLEM = "forward n256 c128 56x56 k128 3x3 p1 float16 nhwc"
+NVBENCH_PROBLEM = "forward n256 c64 56x56 k64 3x3 p1 float16 nhwc"
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,8 @@ def nvbench(tmp_path_factory):
         (state,) = found[name].states
         assert not state.is_skipped, state.skip_reason
         seconds = state.center(statistics.median)
-        theirs[name] = 1e3 * (state.summaries["nv/cold/time/gpu/mean"].value if seconds is None else seconds)
+        assert seconds is not None, f"NVBench measured nothing of {name}: its log is in the captured output"
+        theirs[name] = 1e3 * seconds
     return theirs, ours
 
 
