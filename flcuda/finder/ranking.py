@@ -2,7 +2,8 @@
 
 Note [ties]: two candidates whose times differ by less than both scatter are not told apart by another measurement
 either: the choice would change from search to search for nothing. So among those within the spread of the best, but at
-most `TIE` of its time, the one of the lowest id comes first.
+most `TIE` of its time, the one of the lowest id comes first. One that scatters upwards more than the best does, as
+kernels do that have two speeds, is no tie: it is slower on average.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,8 +54,10 @@ def ranked(
     best = ordered[0]
 
     def tied(entry: T) -> bool:
-        spread = max(timing_of(best).spread_ms, timing_of(entry).spread_ms)
-        return cost(entry) - cost(best) <= min(spread, TIE * cost(best))
+        first, other = timing_of(best), timing_of(entry)
+        scatters = other.high_ms - first.high_ms > TIE * first.median_ms
+        spread = max(first.spread_ms, other.spread_ms)
+        return not scatters and cost(entry) - cost(best) <= min(spread, TIE * cost(best))
 
     first = min(filter(tied, ordered), key=lambda entry: order_of(candidate_of(entry)))
     ordered.remove(first)

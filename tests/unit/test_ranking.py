@@ -53,6 +53,13 @@ def test_a_wide_spread_hides_no_more_than_the_limit():
     assert order([entry("62", 1.0, spread=0.5), entry("7", slower, spread=0.5)]) == ["62", "7"]
 
 
+def test_one_that_has_two_speeds_is_no_tie():
+    steady = Entry(entry("67", 1.0).candidate, Timing(0.0505, 0.0504, 0.0507, 10, 1.0))
+    unsteady = Entry(entry("9", 1.0).candidate, Timing(0.0506, 0.0504, 0.0530, 10, 1.0))
+    assert order([steady, unsteady]) == ["67", "9"]
+    assert order([steady, Entry(unsteady.candidate, Timing(0.0506, 0.0504, 0.0508, 10, 1.0))]) == ["9", "67"]
+
+
 @given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.01, 1.0), st.floats(0, 0.3)), max_size=12), st.randoms())
 def test_the_order_does_not_depend_on_the_order_of_measuring(rows, random):
     entries = [entry(f"{number}", ms, spread=spread) for number, ms, spread in rows]

@@ -79,8 +79,8 @@ WIDE = 12
 """So many under the effort "wide"."""
 
 COMPILED = {False: (0, 0), True: (2, 4)}
-"""So many of them may need a compiler, by whether the effort is "wide": of a convolution, and of a matrix product, which
-has no others."""
+"""So many of them may need a compiler, by whether the effort is "wide": of a convolution, and of a matrix product,
+which has no others."""
 
 PAYING = {"tensor_op": 32, "fma": 8}
 """Operations for each byte that the copies move, by math. See Note [paying]."""
