@@ -1,8 +1,8 @@
 """1000 random convolutions by both CUDA sources, compared for equality. See tests/random_problems.py.
 
-Of each tenth problem every candidate runs, measured ones of the legacy source; of the others the first three that run
-of each source, in the order without measuring. Problems are spread over threads, each with a handle and a stream of its
-own, because most of the time goes into building plans.
+Of each tenth problem every candidate of a fast search runs; of the others the first three that run of each source, in
+the order without measuring. Problems are spread over threads, each with a handle and a stream of its own, because most
+of the time goes into building plans.
 """
 
 import concurrent.futures

@@ -63,6 +63,8 @@ Threads, streams, devices, capture, exit
 
 cupy#1109: tests/gpu/test_handle.py::test_threads_have_their_own_and_give_them_back
 cupy#1109: tests/gpu/test_handle.py::test_stream_is_set_only_when_it_differs
+cupy#1109: tests/gpu/test_threads.py::test_eight_threads_with_two_streams_give_the_serial_results
+cupy#1109: tests/gpu/test_threads.py::test_plans_and_handles_are_not_shared_and_go_with_their_thread
 pytorch#2523: tests/gpu/test_gpu_convolution.py::test_runs_on_the_callers_stream_and_in_a_capture
 pytorch#2523: tests/gpu/test_plan_runtime.py::test_the_stream_is_followed_on_the_fast_path
 onnxruntime-genai#1545: tests/unit/test_find.py::test_wrong_operands
@@ -72,6 +74,7 @@ mstar PR#55: tests/gpu/test_gpu_convolution.py::test_a_search_inside_a_capture_i
 pytorch PR#169153: tests/gpu/test_handle.py::test_process_ends_with_0
 pytorch#104701: tests/unit/test_convolution.py::test_what_is_remembered_is_bounded
 pytorch#104701: tests/unit/test_store.py::test_memory_is_bounded
+pytorch#104701: tests/gpu/test_threads.py::test_two_thousand_shapes_leave_the_hosts_memory_flat
 
 Outputs overwritten, accumulating calls
 

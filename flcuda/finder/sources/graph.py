@@ -15,10 +15,13 @@ the same GPU and version gave errors as large as the result. And what is aligned
 engines that take such an alignment in the descriptor and then load 16 bytes at once (bfloat16 and float32 filter
 gradients with 4 and 8 bytes), which ends the CUDA context. A GraphProblem's operands are not copied: it is refused.
 
-Note [order]: cuDNN's heuristics rank configurations, an engine with values for its knobs, and the ranking is good: the
-first loses some per cent against the best. So only the first `LIMIT` that may be used are built and measured. Mode A is
-asked; where nothing of it may be used, the fallback list and mode B are. Where nothing is measured, the first is built
-and the others when they are needed.
+Note [order]: cuDNN's heuristics rank configurations, an engine with values for its knobs. On tensor cores the ranking
+is good: the first of mode A's 40 loses some per cent against the best. So the first `LIMIT` that may be used are built
+and measured. But the list may be of one engine where another is three times as fast (groups), and without tensor cores
+hardly anything of it may be used; the best is then often in the fallback list (strict float32 filter gradients: the
+engine of mode A with other knobs, in half its time). So `OF_EACH` of every other engine that any mode lists follow, and
+without tensor cores all. What needs a compiler is left out there. Where nothing is measured, the first is built and the
+others when they are needed, and the other modes are asked only when nothing of mode A may be used.
 
 Note [wide]: with the effort "wide" everything follows that the three modes list, and then every engine of the graph
 that none of them lists, its knobs left to cuDNN. `GraphSource.around` gives what differs from a candidate in one knob.
@@ -38,6 +41,7 @@ source).
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -63,8 +67,11 @@ from flcuda.finder.policy import Policy
 from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 
-LIMIT = 10
+LIMIT = 12
 """So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
+
+OF_EACH = 2
+"""So many more are measured of each engine. See Note [order]."""
 
 COMPILED = 3
 """So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate. An H200's host
@@ -385,9 +392,10 @@ def offers(
     to_build = sys.maxsize if plans is None else plans
     found: dict[object, Offer] = {}
     usable = 0
+    delivered = functools.cache(functools.partial(_delivered, graph))
     for modes in (("A",), ("fallback", "B")):
         for mode in modes:
-            waiting = collections.deque(_delivered(graph, mode))
+            waiting = collections.deque(delivered(mode))
             while waiting and usable < most:
                 batch = rules.first(waiting, min(most - usable, to_build or most), found)
                 for offer in rules.offers(batch, build=to_build > 0):
@@ -398,7 +406,10 @@ def offers(
         if usable:
             break
     if wide:
-        for offer in rules.offers(rules.cheapest(_everything(graph), found), build=True):
+        for offer in rules.offers(rules.cheapest(_everything(graph, delivered), found), build=True):
+            found[offer.configuration.key] = offer
+    elif limit is not None and plans is None and found:
+        for offer in rules.offers(rules.of_each(_listed(delivered), found), build=True):
             found[offer.configuration.key] = offer
     if not found:
         # Asks every mode once more and raises with what each engine says.
@@ -414,13 +425,21 @@ def offers(
 _Judged = tuple[EngineConfig, Candidate]
 
 
-def _everything(graph: OperationGraph) -> Iterator[EngineConfig]:
+_Delivered = Callable[[str], list[EngineConfig]]
+
+
+def _listed(delivered: _Delivered) -> Iterator[EngineConfig]:
+    """Gives what all modes list."""
+    for mode in _MODES:
+        yield from delivered(mode)
+
+
+def _everything(graph: OperationGraph, delivered: _Delivered) -> Iterator[EngineConfig]:
     """Gives what all modes list, then every other engine with the knobs that cuDNN chooses."""
     listed = set()
-    for mode in _MODES:
-        for configuration in _delivered(graph, mode):
-            listed.add(configuration.engine_id)
-            yield configuration
+    for configuration in _listed(delivered):
+        listed.add(configuration.engine_id)
+        yield configuration
     for engine in graph.engines():
         if engine.id not in listed:
             made = _configured(engine, {})
@@ -564,6 +583,29 @@ class _Rules:
                 compiled += candidate.algo not in SLOW
                 if compiled > COMPILED or candidate.algo in SLOW:
                     continue
+            taken[configuration.key] = (configuration, candidate)
+        return list(taken.values())
+
+    def of_each(self, configurations: Iterable[EngineConfig], known: Mapping[object, Offer]) -> list[_Judged]:
+        """Judges configurations, and leaves out those of engines that have been heard. See Note [order].
+
+        Args:
+            configurations: the better first.
+            known: what is offered already, by key.
+
+        Returns:
+            Those to be built, and those that must not be used, none twice, with their candidates.
+        """
+        heard = collections.Counter(offer.candidate.algo for offer in known.values() if offer.candidate.reason is None)
+        taken: dict[object, _Judged] = {}
+        for configuration in configurations:
+            if configuration.key in known or configuration.key in taken or _compiles(configuration):
+                continue
+            candidate = self.candidate(configuration)
+            if candidate.reason is None:
+                if heard[candidate.algo] >= OF_EACH and self._problem.math != "fma":
+                    continue
+                heard[candidate.algo] += 1
             taken[configuration.key] = (configuration, candidate)
         return list(taken.values())
 
