@@ -5,6 +5,7 @@
     suite     the suite of 300 problems against PyTorch's graph API with limit 0
     regret    how often a search repeated picks something else, what that costs, and cuDNN's own times beside ours
     startup   seconds of a cold start of a network's plans, fast and wide, then from the store in a new process
+    policies  what each policy would cost on a network (`flcuda.compare`), and PyTorch beside them
     plans     one process of `startup`: plans for the problems, from whatever is stored
 
 PyTorch runs in processes of its own (`peers/torch_convolutions.py`), one after another and never beside a measurement
@@ -47,7 +48,7 @@ from flcuda.cudnn.resources import handle  # noqa: E402
 from flcuda.device import Device  # noqa: E402
 from flcuda.errors import CudnnNotSupportedError, FlcudaError  # noqa: E402
 from flcuda.finder import FindReport, Plan, Policy, Problem, measure  # noqa: E402
-from flcuda.finder.compare import repeat  # noqa: E402
+from flcuda.finder.compare import Comparison, compare, repeat  # noqa: E402
 from flcuda.finder.problems import read_problems  # noqa: E402
 from flcuda.finder.sources import REWRITES  # noqa: E402
 from flcuda.finder.verify import Verifier  # noqa: E402
@@ -715,6 +716,36 @@ def print_regret(result: dict[str, Any]) -> None:
         print(f"  regret of its own pick, per cent: {_range(entry['pick_regret'], 100.0)}")
 
 
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "fastest": Policy(),
+    "deterministic": Policy(deterministic=True),
+    "64 MiB of workspace": Policy(workspace_limit=64 << 20),
+    "no workspace": Policy(workspace_limit=0),
+    "host time": Policy(time="host"),
+    "heuristic": Policy(mode="heuristic"),
+}
+
+
+def policies(
+    problems: Sequence[Problem],
+    precision: str,
+    *,
+    device: Device,
+    mode: Mode,
+    seconds: float,
+    ask: Callable[..., dict[str, Any]] = peer,
+) -> Comparison:
+    """Compares policies on problems, given as often as each occurs, and adds PyTorch's times as a column."""
+    found = compare(problems, POLICIES, device=device)
+    give_back(device)
+    lines = {str(problem): problem for problem in found.costs}
+    answers = ask(list(lines), precision, mode, device=device.kind, l2="cold", seconds=seconds)["answers"]
+    times = {lines[line]: answer["median_ms"] for line, answer in answers.items() if "median_ms" in answer}
+    return found.with_times(f"PyTorch {mode}", times)
+
+
 # --- startup ----------------------------------------------------------------------------------------------------------
 
 
@@ -751,14 +782,13 @@ def plans(problems: Sequence[Problem], *, policy: Policy, device: Device) -> dic
     }
 
 
-def startup(args: argparse.Namespace, efforts: Sequence[str] = ("fast", "wide")) -> dict[str, Any]:
+def startup(args: argparse.Namespace) -> dict[str, Any]:
     """Runs `plans` twice a new folder of choices, each time in a new process.
 
     Before, a process of its own has the kernels of searching and verifying compiled, which happens once a machine.
 
     Args:
-        args: precision, device and problems.
-        efforts: each has a folder of its own.
+        args: precision, device, problems, and efforts, each of which has a folder of its own.
     """
     arguments = ["--precision", args.precision, "--device", args.device, "--l2", args.l2]
     result: dict[str, Any] = {"precision": args.precision, "efforts": {}}
@@ -769,7 +799,7 @@ def startup(args: argparse.Namespace, efforts: Sequence[str] = ("fast", "wide"))
         chosen.write_text("".join(f"{problem}\n" for problem in problems_of(args, distinct=True)))
         compiling = _plans_process([*arguments, "--problems", str(few), "--effort", "wide"], folder / "few")
         result["compile_s"] = compiling["wall_s"]
-        for effort in efforts:
+        for effort in args.effort or ("fast", "wide"):
             words = [*arguments, "--problems", str(chosen), "--effort", effort]
             cold, stored = (_plans_process(words, folder / effort) for _ in range(2))
             identities = [[row["identity"] for row in entry["rows"]] for entry in (cold, stored)]
@@ -830,11 +860,13 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--device", default="cuda")
     common.add_argument("--l2", choices=("cold", "warm"), default="cold")
     common.add_argument("--json", action="store_true")
-    for name in ("network", "suite", "regret", "startup", "plans"):
+    for name in ("network", "suite", "regret", "policies", "startup", "plans"):
         command = commands.add_parser(name, parents=[common])
-        if name != "startup":
+        if name == "startup":
+            command.add_argument("--effort", choices=("fast", "wide"), action="append", help="by default both")
+        elif name != "policies":
             command.add_argument("--effort", choices=("fast", "wide"), default="fast")
-        if name in ("network", "suite"):
+        if name in ("network", "suite", "policies"):
             command.add_argument("--python", default=sys.executable, help="which has torch")
         if name == "network":
             command.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True)
@@ -845,6 +877,9 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--seconds", type=float, nargs=3, default=(70.0, 90.0, 30.0), help="ours, PyTorch's, the second look"
             )
+        if name == "policies":
+            command.add_argument("--mode", type=Mode.parse, default=Mode("graph", 0))
+            command.add_argument("--seconds", type=float, default=100.0, help="for PyTorch")
         if name == "regret":
             command.add_argument("--repeats", type=int, default=20)
     return top
@@ -855,8 +890,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[dict[str, A
     if args.command == "startup":
         return startup(args), print_startup
     device = devices.resolve(args.device)
+    chosen = problems_of(args, distinct=args.command not in ("network", "regret", "policies"))
+    if args.command == "policies":
+        ask = functools.partial(peer, command=(args.python, str(PEER)))
+        found = policies(chosen, args.precision, device=device, mode=args.mode, seconds=args.seconds, ask=ask)
+        return json.loads(found.to_json()), lambda _: print(found)
     policy = Policy(effort=args.effort, l2=args.l2)
-    chosen = problems_of(args, distinct=args.command not in ("network", "regret"))
     with device.use():
         if args.command == "plans":
             return plans(chosen, policy=policy, device=device), lambda result: print(_process_line(result))

@@ -289,9 +289,22 @@ def problem_file(tmp_path):
     return path
 
 
+def test_policies_stand_beside_pytorch(bench):
+    problems = [Problem.parse(line) for line in (*LINES, LINES[0])]
+    peer = FakePeer({str(problems[0]): 2.0})
+    found = bench.policies(problems, "float32", device=CPU, mode=bench.Mode("graph", 0), seconds=5, ask=peer)
+    assert list(found.policies) == list(bench.POLICIES)
+    assert found.counts[problems[0]] == 2
+    assert found.total_ms("PyTorch graph:0") == 4.0
+    assert found.total_ms("fastest") > 0
+    assert str(found.costs[problems[1]]["PyTorch graph:0"].ms) == "None"
+    ((lines, precision, mode, _),) = peer.asked
+    assert (lines, precision, mode) == ([str(problem) for problem in dict.fromkeys(problems)], "float32", "graph:0")
+
+
 def test_startup_finds_the_same_choices_in_a_new_process(bench, problem_file):
     words = ["startup", "--precision", "float32", "--device", "cpu", "--problems", str(problem_file)]
-    everything = bench.startup(bench.parser().parse_args(words), efforts=("fast",))
+    everything = bench.startup(bench.parser().parse_args([*words, "--effort", "fast"]))
     json.dumps(everything)
     result = everything["efforts"]["fast"]
     assert result["identical"]
