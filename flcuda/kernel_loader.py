@@ -126,13 +126,14 @@ def options(folder: Path | None = None) -> tuple[str, ...]:
     return ("--std=c++17", f"-I{folder}", f"-I{include_dir(nvrtc.getVersion()[0])}")
 
 
-def compile_to_cubin(name: str, arch: int, folder: Path | None = None) -> bytes:
+def compile_to_cubin(name: str, arch: int, folder: Path | None = None, defines: tuple[str, ...] = ()) -> bytes:
     """Compiles a kernel file for an architecture; needs NVRTC but no GPU.
 
     Args:
         name: the file's name without `.cu`.
         arch: compute capability times ten: 90 for sm_90.
         folder: where the file lies; `kernel_dir()` when None.
+        defines: macros, "NAME=VALUE" each.
 
     Returns:
         The cubin.
@@ -146,7 +147,7 @@ def compile_to_cubin(name: str, arch: int, folder: Path | None = None) -> bytes:
     from cupy_backends.cuda.libs import nvrtc
 
     text = source(name, folder)
-    flags = (*options(folder), f"--gpu-architecture=sm_{arch}")
+    flags = (*options(folder), *(f"-D{each}" for each in defines), f"--gpu-architecture=sm_{arch}")
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
         try:
@@ -159,17 +160,18 @@ def compile_to_cubin(name: str, arch: int, folder: Path | None = None) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-_modules: dict[tuple[str, int], Any] = {}
+_modules: dict[tuple[str, tuple[str, ...], int], Any] = {}
 _functions: dict[tuple[str, str, int], Any] = {}
 
 
-def load_module(name: str) -> Any:
-    """Compiles a kernel file for the current device and loads it, once a device.
+def load_module(name: str, defines: tuple[str, ...] = ()) -> Any:
+    """Compiles a kernel file for the current device and loads it, once a device and set of macros.
 
     CuPy keeps compiled files in its cache folder, so that later processes only load.
 
     Args:
         name: the file's name without `.cu`.
+        defines: macros, "NAME=VALUE" each, by which a file says which of its kernels it has.
 
     Returns:
         A cupy.RawModule, kept for the life of the process.
@@ -179,9 +181,9 @@ def load_module(name: str) -> Any:
         ValueError: there is no such file.
     """
     module = cupy()
-    key = (name, module.cuda.runtime.getDevice())
+    key = (name, defines, module.cuda.runtime.getDevice())
     if key not in _modules:
-        _modules[key] = new_module(name, source(name), options())
+        _modules[key] = new_module(name, source(name), (*options(), *(f"-D{each}" for each in defines)))
     return _modules[key]
 
 

@@ -360,13 +360,13 @@ def _in_order(key: Key, asked: tuple[Source, ...]) -> list[Source]:
     """Gives the sources in the order of the rows, which decides where nothing is measured.
 
     Over the convolutions of ResNet-34 on an H200, cuDNN's legacy algorithms take 42 ms in strict float32 and its graph
-    API 56, in float16 they take 13 and the graph API 6. So without tensor cores the graph API comes after them. Last
-    come those that rewrite a Problem: whether that pays, only a measurement says.
+    API 56, in float16 they take 13 and the graph API 6. So without tensor cores the graph API comes after them. Then
+    come our own kernels, and last those that rewrite a Problem: whether that pays, only a measurement says.
     """
     if key.policy.mode != "heuristic":
         return list(asked)
     later = "graph" if key.problem.math == "fma" else None
-    return sorted(asked, key=lambda source: (source.name in REWRITES, source.name == later))
+    return sorted(asked, key=lambda source: (source.name in REWRITES, source.name == "depthwise", source.name == later))
 
 
 def _refused(source: Source, problem: Problem, error: CudnnNotSupportedError) -> Candidate:

@@ -703,7 +703,7 @@ class TestUserSource:
         flcuda.source("gpu-only", devices=("cuda",))(lambda problem: ())
         assert [source.name for source in sources.sources_for(devices.CPU, PROBLEM)] == ["reference"]
         names = [source.name for source in sources.sources_for(devices.Device("cuda"), PROBLEM)]
-        assert names == ["graph", "legacy", *sources.REWRITES, "gpu-only"]
+        assert names == ["graph", "legacy", *sources.REWRITES, "depthwise", "gpu-only"]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])

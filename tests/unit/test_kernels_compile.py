@@ -25,7 +25,18 @@ NAMES = sorted(path.stem for path in kernel_loader.kernel_dir().glob("*.cu"))
 
 
 def test_all_files_are_here() -> None:
-    assert NAMES == ["batch_norm", "bias", "elementwise", "finite", "loss", "optimizer", "pooling", "random", "rewrite"]
+    assert NAMES == [
+        "batch_norm",
+        "bias",
+        "depthwise",
+        "elementwise",
+        "finite",
+        "loss",
+        "optimizer",
+        "pooling",
+        "random",
+        "rewrite",
+    ]
 
 
 @functools.cache

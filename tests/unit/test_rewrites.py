@@ -442,7 +442,7 @@ def test_operands_that_the_kernels_do_not_take_are_left_alone() -> None:
 
 def test_the_table_of_sources_has_them_after_the_plain_ones() -> None:
     names = [source.name for source in sources_for(Device("cuda"), STEM)]
-    assert names == ["graph", "legacy", *REWRITES]
+    assert names == ["graph", "legacy", *REWRITES, "depthwise"]
     assert [source_named(name).name for name in REWRITES] == list(REWRITES)
     graph = Matmul(()).rewritten(STEM_1X1, {"layout": "nhwc"}).inner
     assert [source.name for source in sources_for(Device("cuda"), graph)] == ["graph"]

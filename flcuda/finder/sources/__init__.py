@@ -65,6 +65,7 @@ _BUILT_IN = {
     "padded": ("flcuda.finder.sources.rewrites", "Padded", "cuda"),
     "relayout": ("flcuda.finder.sources.rewrites", "Relayout", "cuda"),
     "matmul": ("flcuda.finder.sources.rewrites", "Matmul", "cuda"),
+    "depthwise": ("flcuda.finder.sources.depthwise", "DepthwiseSource", "cuda"),
 }
 REWRITES: tuple[str, ...] = ("space_to_depth", "padded", "relayout", "matmul")
 """Names of the built-in sources that rewrite a Problem into another one, which others solve."""
