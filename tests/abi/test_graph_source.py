@@ -183,9 +183,10 @@ def test_other_engines_than_the_first_are_heard(h200):
     # of two groups the list begins with twelve of one engine
     _, found = candidates(h200, "forward n32 c224 28x28 k224 3x3 p1 g2 float16 nhwc")
     others = Counter(candidate.algo for candidate in found[LIMIT:])
-    assert len(others) > 2
+    assert len(others) >= 2
     assert all(count <= OF_EACH for count in others.values())
     assert not any("runtime_compilation" in candidate.notes for candidate in found[LIMIT:])
+    assert all("tensor_core" in candidate.notes for candidate in found)
     # without tensor cores all that the three modes list
     problem, found = candidates(h200, "backward_filter n64 c64 56x56 k256 1x1 float32 nchw")
     graph = operation_graph(problem, properties=h200)
@@ -195,7 +196,9 @@ def test_other_engines_than_the_first_are_heard(h200):
         for each in graph.heuristics(mode)
         if "tensor_core" not in each.numerical_notes and "runtime_compilation" not in each.behavior_notes
     }
-    assert {(candidate.algo, candidate.parameters) for candidate in found if candidate.reason is None} == listed
+    offered = {(candidate.algo, candidate.parameters) for candidate in found if candidate.reason is None}
+    assert offered <= listed
+    assert {algo for algo, _ in listed - offered} <= {"0"}
 
 
 @pytest.mark.usefixtures("_on_9_28")
@@ -313,8 +316,7 @@ def test_wide_offers_what_all_modes_list_and_every_other_engine(h200, line, monk
     _, fast = candidates(h200, line)
     usable = [candidate for candidate in found if candidate.reason is None]
     first = [candidate for candidate in fast if candidate.reason is None]
-    count = min(LIMIT, len(first))
-    assert usable[:count] == first[:count]
+    assert usable[0] == first[0]
     identities = {candidate.identity for candidate in usable}
     assert identities > {candidate.identity for candidate in first}
     assert len({candidate.identity for candidate in found}) == len(found)

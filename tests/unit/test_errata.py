@@ -100,6 +100,14 @@ def test_windows_only(fault):
     assert apply(candidate(), PROBLEM, GPU).reason is not None
 
 
+def test_windows(fault):
+    fault(dataclasses.replace(FAULT, windows=((5, 5),)))
+    five = ConvolutionProblem.parse(str(PROBLEM).replace("3x3", "5x5"))
+    assert apply(candidate(), five, GPU).reason is not None
+    assert apply(candidate(), PROBLEM, GPU).reason is None
+
+
+
 def test_depthwise_only_large_only_and_layouts(fault):
     fault(dataclasses.replace(FAULT, depthwise_only=True))
     assert apply(candidate(), PROBLEM, GPU).reason is None

@@ -20,7 +20,9 @@ is good: the first of mode A's 40 loses some per cent against the best. So the f
 and measured. But the list may be of one engine where another is three times as fast (groups), and without tensor cores
 hardly anything of it may be used; the best is then often in the fallback list (strict float32 filter gradients: the
 engine of mode A with other knobs, in half its time). So `OF_EACH` of every other engine that any mode lists follow, and
-without tensor cores all. What needs a compiler is left out there. Where nothing is measured, the first is built and the
+without tensor cores all. What needs a compiler is left out there; so is what cannot be the best, since a run of it may
+take longer than all others together: engines without tensor cores beside those with them, and engine 0, which takes
+every graph, beside others. Where nothing is measured, the first is built and the
 others when they are needed, and the other modes are asked only when nothing of mode A may be used.
 
 Note [wide]: with the effort "wide" everything follows that the three modes list, and then every engine of the graph
@@ -98,6 +100,7 @@ _REFUSED_NOTES = {
     "winograd_tile_13x13": "Winograd with 13x13 tiles is less exact than TF32",
 }
 _TENSOR_CORE = "tensor_core"
+_TAKES_ALL = "0"
 _COMPILED = "runtime_compilation"
 _MODES = ("A", "fallback", "B")
 _BAD_PARAMETER = 2000
@@ -596,14 +599,19 @@ class _Rules:
         Returns:
             Those to be built, and those that must not be used, none twice, with their candidates.
         """
-        heard = collections.Counter(offer.candidate.algo for offer in known.values() if offer.candidate.reason is None)
+        usable = [offer.candidate for offer in known.values() if offer.candidate.reason is None]
+        heard = collections.Counter(candidate.algo for candidate in usable)
+        tensor_cores = any(_TENSOR_CORE in candidate.notes for candidate in usable)
         taken: dict[object, _Judged] = {}
         for configuration in configurations:
             if configuration.key in known or configuration.key in taken or _compiles(configuration):
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None:
-                if heard[candidate.algo] >= OF_EACH and self._problem.math != "fma":
+                enough = heard[candidate.algo] >= OF_EACH and self._problem.math != "fma"
+                slow = tensor_cores and _TENSOR_CORE not in candidate.notes
+                last = candidate.algo == _TAKES_ALL and heard.total() > OF_EACH
+                if enough or slow or last:
                     continue
                 heard[candidate.algo] += 1
             taken[configuration.key] = (configuration, candidate)
