@@ -399,7 +399,7 @@ class FindReport:
         """The report as a table of at most 80 columns, and below it what there is to know of the best.
 
         candidate: source, algo and knobs, and the math where it is not the Problem's; ms: median (`*`: the host was
-        slower than the GPU, so that this is the host's time); spread: of its 10th to 90th percentile, as a share of the
+        slower than the GPU, so that this is the host's time; `≥`: it ran once, and took at least that); spread: of its 10th to 90th percentile, as a share of the
         median; peak: share of the machine's, see Note [shares]; MB: of workspace; det.: deterministic; error: the
         largest, as a share of the root mean square of the results.
         """
@@ -464,10 +464,12 @@ class FindReport:
                 cells += ["-", "-", "-"]
             else:
                 spread = f"{100 * timing.spread_ms / timing.median_ms:.0f}%" if timing.median_ms > 0 else "-"
+                # the first run, which loads kernels, says no more than that
+                once = self.device.kind == "cuda" and timing.samples == 1
                 cells += [
-                    milliseconds(timing.median_ms) + ("*" if _host_bound(timing) else ""),
+                    ("≥" if once else "") + milliseconds(timing.median_ms) + ("*" if _host_bound(timing) else ""),
                     spread if timing.samples > 1 else "-",
-                    f"{timing.host_us:.{0 if timing.host_us >= 99.95 else 1}f}",
+                    "-" if once else f"{timing.host_us:.{0 if timing.host_us >= 99.95 else 1}f}",
                 ]
             if any(shares):
                 cells.append(f"{100 * max(share.values()):.0f}%" if share else "-")
@@ -576,7 +578,9 @@ class FindReport:
                 lines += textwrap.wrap(text, _WIDTH, subsequent_indent="     ")
             elif row.kernels:
                 lines += textwrap.wrap(f"{rank:2} {row.label}", _WIDTH, subsequent_indent="     ")
-            lines += [f"     {shortened(kernel, _KERNEL_WIDTH)}" for kernel in row.kernels or ()]
+            for kernel, times in Counter(row.kernels or ()).items():
+                often = f" ({times} times)" if times > 1 else ""
+                lines.append(f"     {shortened(kernel, _KERNEL_WIDTH - len(often))}{often}")
         return ["notes and kernels of the first:", *lines] if lines else []
 
     # --- for other programs -------------------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ def test_windows(fault):
     assert apply(candidate(), PROBLEM, GPU).reason is None
 
 
-
 def test_depthwise_only_large_only_and_layouts(fault):
     fault(dataclasses.replace(FAULT, depthwise_only=True))
     assert apply(candidate(), PROBLEM, GPU).reason is None
