@@ -77,6 +77,9 @@ ALONE: dict[str, dict[str, Sequence[str]]] = {
 SHOWN = 10
 """Rows of a list in print."""
 
+LISTED = 8
+"""Candidates of each problem that `network` keeps."""
+
 Answer = dict[str, Any]
 
 
@@ -358,7 +361,7 @@ def network(
             # what ran once only has bounds, no time
             "report": [
                 {"id": row.label, **times_of(row.timing)}
-                for row in report.usable
+                for row in report.usable[:LISTED]
                 if row.timing is not None and row.timing.samples > 1
             ],
             "rows": len(report.rows),

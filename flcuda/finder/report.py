@@ -399,9 +399,9 @@ class FindReport:
         """The report as a table of at most 80 columns, and below it what there is to know of the best.
 
         candidate: source, algo and knobs, and the math where it is not the Problem's; ms: median (`*`: the host was
-        slower than the GPU, so that this is the host's time; `≥`: it ran once, and took at least that); spread: of its 10th to 90th percentile, as a share of the
-        median; peak: share of the machine's, see Note [shares]; MB: of workspace; det.: deterministic; error: the
-        largest, as a share of the root mean square of the results.
+        slower than the GPU, so that this is the host's time; `≥`: it ran once, and took at least that); spread: of its
+        10th to 90th percentile, as a share of the median; peak: share of the machine's, see Note [shares]; MB: of
+        workspace; det.: deterministic; error: the largest, as a share of the root mean square of the results.
         """
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH, force_terminal=False, color_system=None, highlight=False)
