@@ -1,29 +1,196 @@
 """Loss scaling: gradients of 16 bits are kept from underflow, and a step with an invalid one is skipped.
 
-The scale, its reciprocal, the counters and the flags live on the device. ``DynamicScaler.step`` never waits for the
-device but at every 50th call.
+The scale, its reciprocal, the counters and the flags live on the device, and ``DynamicScaler.step`` never waits for it.
+What the host wants to know is copied to pinned memory and read some steps later; see Note [late news].
+
+Note [late news]: at every few steps the state and the flags are copied to the next slot of a ring in pinned memory,
+behind the step on its stream, and an event is recorded. Later steps ask the event, and read the slot once it says that
+the copy has arrived. When all slots are on their way, because the host is far ahead, nothing is copied: the next one
+tells as much. On the CPU device there is nothing to wait for, and every step is read at once.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flcuda import device as devices
 from flcuda import functional as F
 from flcuda.autograd import Tensor
 from flcuda.device import Array, Device
 from flcuda.errors import FlcudaError
-from flcuda.ops import elementwise
+from flcuda.ops import elementwise, finite
 from flcuda.ops import optimizer as optimizer_ops
-from flcuda.ops.finite import find_invalid
 from flcuda.ops.flags import join_flags
-from flcuda.optim import SGD
+from flcuda.optim import Optimizer
 from flcuda.parameters import Parameter
 
-STATE_VERSION = 1
-CHECK_INTERVAL = 50
-_COUNTERS = ("good_steps", "skipped_steps", "consecutive_skips")
+STATE_VERSION = 2
+MAX_SCALE = 2.0**126
+"""The largest scale, and the reciprocal of the smallest: float32 holds both, and what they multiply keeps all bits."""
+
+NEWS_INTERVAL = 8
+NEWS_SLOTS = 4
+_NAMES_SHOWN = 5
+_COUNTERS = ("good_steps", "skipped_steps", "consecutive_skips", "steps")
+
+
+def find_invalid(arrays: Iterable[Any]) -> Array:
+    """Says which arrays hold NaN or infinity; on CUDA in one launch, and the host does not wait.
+
+    Args:
+        arrays: of CuPy, PyTorch, NumPy or any library with DLPack, all on one device, of float64, float32, float16 or
+            bfloat16, of any shape, strides and alignment; borrowed. None and an empty array are valid. One that is not
+            dense in memory is copied first.
+
+    Returns:
+        int32, (2 + n,), on the arrays' device (NumPy when there is none): whether any is invalid, the index of the
+        first invalid array (n when there is none), and one 0 or 1 for each of the n arrays. Owned by the caller.
+
+    Raises:
+        TypeError: one is no array, or of another dtype; names it by its index.
+        ValueError: they are on different devices, or on a CUDA device that is not the current one.
+    """
+    return finite.find_invalid_list(list(arrays))
+
+
+class Slot(Protocol):
+    """A place in host memory for one copy of arrays from the device."""
+
+    def fetch(self, arrays: Sequence[Array]) -> None:
+        """Queues the copy on the current stream, one array behind the other."""
+        ...
+
+    def done(self) -> bool:
+        """Says whether the copy has arrived; never waits."""
+        ...
+
+    def read(self) -> NDArray[np.uint8]:
+        """Gives the bytes that have arrived."""
+        ...
+
+
+class _PinnedSlot:
+    """Pinned memory with the event that says when a copy has arrived."""
+
+    def __init__(self, memory: Any, start: int, capacity: int) -> None:
+        cuda = devices.cupy().cuda
+        self._pointer = cuda.PinnedMemoryPointer(memory, start)
+        self._bytes = np.frombuffer(self._pointer, np.uint8, capacity)
+        self._event = cuda.Event(disable_timing=True)
+
+    def fetch(self, arrays: Sequence[Array]) -> None:
+        """Queues the copy on the current stream."""
+        stream = devices.cupy().cuda.get_current_stream()
+        address = self._pointer.ptr
+        for a in arrays:
+            a.data.copy_to_host_async(address, a.nbytes, stream)
+            address += a.nbytes
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        """Asks the event."""
+        return bool(self._event.done)
+
+    def read(self) -> NDArray[np.uint8]:
+        """Gives all of the slot."""
+        return self._bytes
+
+
+def _pinned_slots(capacity: int) -> list[Slot]:
+    """Allocates a ring's slots in pinned memory.
+
+    Not from CuPy's pool: that would give memory to somebody else while a copy is still on its way, where CUDA waits
+    before it frees.
+    """
+    memory = devices.cupy().cuda.PinnedMemory(NEWS_SLOTS * capacity)
+    return [_PinnedSlot(memory, i * capacity, capacity) for i in range(NEWS_SLOTS)]
+
+
+@dataclass(frozen=True)
+class News:
+    """The scaler as it was after a step.
+
+    Attributes:
+        scale: the scale.
+        counters: good steps, skipped steps, skips in a row, all steps.
+        invalid: names of the parameters with an invalid gradient in that step.
+    """
+
+    scale: float
+    counters: tuple[int, ...]
+    invalid: tuple[str, ...]
+
+
+class Ring:
+    """Copies of state and flags on their way to the host; see Note [late news].
+
+    Args:
+        make_slots: makes the slots for a capacity in bytes.
+    """
+
+    def __init__(self, make_slots: Callable[[int], list[Slot]] = _pinned_slots) -> None:
+        self._make_slots = make_slots
+        self._slots: list[Slot] = []
+        self._capacity = 0
+        self._next = 0
+        self._on_the_way: list[tuple[Slot, tuple[str, ...], bool]] = []
+
+    def send(self, state: Array, flags: Array, names: tuple[str, ...]) -> bool:
+        """Queues a copy on the current stream, if there is a slot for it.
+
+        Args:
+            state: int64, as ``DynamicScaler`` keeps it.
+            flags: int32, as ``find_invalid`` leaves it.
+            names: of the arrays that the flags are of.
+
+        Returns:
+            False when all slots are on their way.
+        """
+        size = state.nbytes + flags.nbytes
+        if size > self._capacity:
+            if self._on_the_way:
+                return False
+            self._capacity = max(4096, 1 << (size - 1).bit_length())
+            self._slots = self._make_slots(self._capacity)
+            self._next = 0
+        if len(self._on_the_way) == len(self._slots):
+            return False
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        slot.fetch((state, flags))
+        self._on_the_way.append((slot, names, True))
+        return True
+
+    def forget(self) -> None:
+        """Makes what is on its way not be told any more; its slots stay taken until it has arrived."""
+        self._on_the_way = [(slot, names, False) for slot, names, _ in self._on_the_way]
+
+    def receive(self) -> News | None:
+        """Takes the oldest copy off the ring if it has arrived; never waits.
+
+        Returns:
+            What it says; None when none has arrived.
+        """
+        while self._on_the_way and self._on_the_way[0][0].done():
+            slot, names, wanted = self._on_the_way.pop(0)
+            if wanted:
+                content = slot.read()
+                state = content[: 8 * _STATE_WORDS].view(np.int64)
+                flags = content[8 * _STATE_WORDS :][: 4 * (2 + len(names))].view(np.int32)
+                return _news(state, flags, names)
+        return None
+
+
+_STATE_WORDS = 2 + len(_COUNTERS)
+
+
+def _news(state: NDArray[np.int64], flags: NDArray[np.int32], names: tuple[str, ...]) -> News:
+    scale = float(state[:1].view(np.float64)[0])
+    invalid = tuple(names[i] for i in np.flatnonzero(flags[2:]).tolist())
+    return News(scale, tuple(state[2:].tolist()), invalid)
 
 
 class DynamicScaler:
@@ -31,7 +198,8 @@ class DynamicScaler:
 
     The rule: an invalid step is skipped and halves the scale, unless that falls below min_scale. A good step counts; at
     growth_interval good steps since the last change the scale doubles, unless that exceeds max_scale. Powers of two
-    make unscaling exact.
+    make unscaling exact. A step is invalid when a gradient is NaN or infinite, is so once it is unscaled (by a scale
+    below 1), or when the optimizer clips and the norm of all gradients is so.
 
     Two ways to use it. Without waiting for the device::
 
@@ -45,17 +213,22 @@ class DynamicScaler:
             optimizer.step()
         optimizer.zero_grad()
 
-    For micro-batches, ``scale(loss).backward()`` each, the last one by ``step`` if one likes.
+    For micro-batches, ``scale(loss).backward()`` each, the last one by ``step`` if one likes. An invalid one makes the
+    whole step invalid.
+
+    A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew. After
+    replays call ``poll``, which does not wait, or ``check``, which does.
 
     Args:
         init_scale: the first scale.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: good steps between two growths, at least 1.
-        min_scale: above 0.
-        max_scale: finite.
-        max_consecutive_skips: after so many invalid steps in a row an error says which parameter it is; ``step`` looks
-            at every 50th call only, ``adjust_scale_factor`` always.
+        min_scale: at least 2**-126.
+        max_scale: at most 2**126.
+        max_consecutive_skips: after so many invalid steps in a row an error names scale, step and parameters.
+            ``adjust_scale_factor`` raises it at once. So does ``step`` on the CPU; on CUDA a later ``step`` does, once
+            the news has arrived without waiting (every 8th step is looked at).
 
     Raises:
         ValueError: a number is out of range; names it and its value.
@@ -72,10 +245,8 @@ class DynamicScaler:
         max_scale: float = 65536.0,
         max_consecutive_skips: int = 50,
     ) -> None:
-        F.number("max_scale", max_scale)
-        F.number("min_scale", min_scale, most=max_scale)
-        if min_scale <= 0:
-            raise ValueError(f"min_scale: {min_scale} is not above 0")
+        F.number("max_scale", max_scale, most=MAX_SCALE)
+        F.number("min_scale", min_scale, 1 / MAX_SCALE, max_scale)
         F.number("init_scale", init_scale, min_scale, max_scale)
         F.number("growth_factor", growth_factor)
         F.number("backoff_factor", backoff_factor)
@@ -90,40 +261,54 @@ class DynamicScaler:
         self.max_scale = float(max_scale)
         self.max_consecutive_skips = F.count("max_consecutive_skips", max_consecutive_skips)
         self._host_scale = float(init_scale)
-        self._host_counters = [0, 0, 0]
+        self._host_counters = [0] * len(_COUNTERS)
         self._device: Device | None = None
-        self._state: Literal["ready", "scaled", "unscaled"] = "ready"
-        self._optimizer: SGD | None = None
+        self._order: Literal["ready", "scaled", "unscaled"] = "ready"
+        self._optimizer: Optimizer | None = None
         self._flags: Array | None = None
         self._parts: list[Array] = []
         self._names: tuple[str, ...] = ()
-        self._calls = 0
+        self._ring = Ring()
+        self._late = False
+        self._steps_since_news = 0
 
     # --- state on the device
 
     def _on(self, place: Device) -> None:
         """Puts scale and counters on a device at the first use."""
         if self._device is None:
+            if place.kind == "cuda":
+                self._not_captured("the scaler's first use")
             with place.use():
-                self._scale = devices.zeros((), np.float64, device=place)
-                self._inv_scale = devices.zeros((), np.float64, device=place)
-                self._counters = devices.zeros((3,), np.int64, device=place)
+                # One array, which one copy brings to the host; the others are views.
+                self._state: Array = devices.zeros((_STATE_WORDS,), np.int64, device=place)
+                self._scale: Array = self._state[0:1].view(np.float64).reshape(())
+                self._inv_scale: Array = self._state[1:2].view(np.float64).reshape(())
+                self._counters: Array = self._state[2:5]
+                self._steps: Array = self._state[5:6]
+                self._ticket: Array | None = finite.new_ticket(place) if place.kind == "cuda" else None
             self._device = place
+            self._late = place.kind == "cuda"
             self._write()
         elif place != self._device:
             raise ValueError(f"loss: is on {place}, and this scaler's state on {self._device}")
 
+    def _not_captured(self, what: str) -> None:
+        if devices.is_capturing():
+            raise FlcudaError(f"{what} cannot be captured in a CUDA graph; do one step with this optimizer before")
+
     def _write(self) -> None:
         assert self._device is not None
+        words = np.array([0, 0, *self._host_counters], np.int64)
+        words[:2].view(np.float64)[:] = self._host_scale, 1.0 / self._host_scale
         with self._device.use():
-            elementwise.fill(self._scale, self._host_scale)
-            elementwise.fill(self._inv_scale, 1.0 / self._host_scale)
-            self._counters[...] = self._device.xp.asarray(np.array(self._host_counters, np.int64))
+            self._state[...] = self._device.xp.asarray(words)
 
     def _read(self) -> None:
         if self._device is not None:
-            self._host_scale = float(self._scale)
-            self._host_counters = [int(n) for n in self._counters.tolist()]
+            words = self._state.get() if devices.is_cuda(self._state) else self._state
+            self._host_scale = float(words[:1].view(np.float64)[0])
+            self._host_counters = words[2:].tolist()
 
     @property
     def scale_factor(self) -> float:
@@ -135,8 +320,8 @@ class DynamicScaler:
     def is_invalid_array(self) -> Array:
         """The flags of the last check, on the device.
 
-        int32, (2 + n,): whether any gradient was invalid, the index of the first invalid parameter (n when there is
-        none), and one 0 or 1 for each of the n parameters, in the order of the optimizer's arenas.
+        int32, (2 + n,): whether the step is invalid, the index of the first invalid parameter (n when there is none),
+        and one 0 or 1 for each of the n parameters, in the order of the optimizer's arenas.
 
         Raises:
             FlcudaError: nothing was checked yet.
@@ -146,13 +331,13 @@ class DynamicScaler:
         return self._flags
 
     def _require(self, call: str, *allowed: str) -> None:
-        if self._state in allowed:
+        if self._order in allowed:
             return
         done = {
             "ready": "nothing was scaled since the last step",
             "scaled": "the loss was scaled and its gradients not unscaled",
             "unscaled": "the gradients were unscaled and adjust_scale_factor not called",
-        }[self._state]
+        }[self._order]
         raise FlcudaError(f"{call}: wrong order, {done}; the order is scale, backward, unscale, adjust_scale_factor")
 
     # --- step by step
@@ -168,12 +353,12 @@ class DynamicScaler:
 
         Raises:
             TypeError: the loss is of 16 bits, which most scales would overflow.
-            ValueError: the loss has several elements, or is on another device than before.
+            ValueError: the loss has several elements, is on another device than before, or is scaled already.
             FlcudaError: wrong order of calls.
         """
         self._require("scale", "ready", "scaled")
         self._check_loss(loss)
-        self._state = "scaled"
+        self._order = "scaled"
         return F.scale(loss, self._scale)
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -184,8 +369,10 @@ class DynamicScaler:
         if loss.data.size != 1:
             raise ValueError(f"loss: has shape {loss.shape}, not one element")
         self._on(loss.device)
+        if isinstance(loss._node, F.Scale) and loss._node.s is self._scale:
+            raise ValueError("loss: is scaled already; call backward on it, or pass the loss as it was before scale")
 
-    def unscale(self, target: SGD | Iterable[Tensor]) -> None:
+    def unscale(self, target: Optimizer | Iterable[Tensor]) -> None:
         """Looks for invalid gradients and unscales them; the host does not wait.
 
         Given an optimizer, the gradients stay as they are and its next step unscales them in float32 on the way: those
@@ -202,9 +389,10 @@ class DynamicScaler:
         self._require("unscale", "scaled")
         assert self._device is not None
         with self._device.use():
-            if isinstance(target, SGD):
+            if isinstance(target, Optimizer):
                 self._optimizer = target
                 self._look_at_arenas(target)
+                target.check_norm(self._inv_scale, self.is_invalid_array)
                 # Copies: adjust_scale_factor may change the scale before the step, the next check the flags.
                 target.inv_scale = self._inv_scale.copy()
                 target.flags = self.is_invalid_array.copy()
@@ -212,7 +400,7 @@ class DynamicScaler:
                 self._optimizer = None
                 # Each once: a shared one would be unscaled twice.
                 self._unscale_tensors(list({id(t): t for t in target}.values()))
-        self._state = "unscaled"
+        self._order = "unscaled"
 
     def _unscale_tensors(self, tensors: list[Tensor]) -> None:
         for i, t in enumerate(tensors):
@@ -220,10 +408,12 @@ class DynamicScaler:
                 raise TypeError(
                     f"target: tensor {i} is {t.dtype.name}, which unscaling would underflow; pass the optimizer"
                 )
-        parts = []
+        grads: list[Array] = []
         names = []
         for i, t in enumerate(tensors):
+            names.append((t.name if isinstance(t, Parameter) else "") or f"tensor {i}")
             if t.grad is None:
+                grads.append(None)
                 continue
             with np.errstate(over="ignore", invalid="ignore"):
                 unscaled = elementwise.scale(t.grad, self._inv_scale)
@@ -231,24 +421,29 @@ class DynamicScaler:
                 elementwise.copy(unscaled, t.grad)
             else:
                 t.grad = unscaled
-            parts.append(_flags_of(unscaled))
-            names.append((t.name if isinstance(t, Parameter) else "") or f"tensor {i}")
+            grads.append(unscaled)
         self._names = tuple(names)
         self._flags = _new_flags(len(names), self._device)
         self._parts = []  # those of an optimizer, whose flags these are not
-        if parts:
-            join_flags(parts, self._flags)
+        finite.find_invalid_list(grads, self._flags)
 
-    def _look_at_arenas(self, optimizer: SGD) -> None:
-        names = tuple(segment.name for arena in optimizer.arenas for segment in arena.segments)
+    def _look_at_arenas(self, optimizer: Optimizer) -> None:
         sizes = [2 + len(arena.segments) for arena in optimizer.arenas]
-        self._names = names
         if self._flags is None or [part.size for part in self._parts] != sizes:
+            if optimizer.device.kind == "cuda":
+                self._not_captured("the first step with these arenas")
             self._parts = [_new_flags(size - 2, self._device) for size in sizes]
-            self._flags = self._parts[0] if len(self._parts) == 1 else _new_flags(len(names), self._device)
-        for arena, part in zip(optimizer.arenas, self._parts, strict=True):
+            self._flags = (
+                self._parts[0] if len(self._parts) == 1 else _new_flags(sum(sizes) - 2 * len(sizes), self._device)
+            )
+        self._names = tuple(segment.name for arena in optimizer.arenas for segment in arena.segments)
+        all_sums = optimizer.sums or [None] * len(sizes)
+        for arena, part, sums in zip(optimizer.arenas, self._parts, all_sums, strict=True):
             arena.fill_missing()
-            find_invalid(arena.grad, arena.offsets, part)
+            finite.find_invalid(
+                arena.grad, arena.offsets, part, sums=sums, inv_scale=self._inv_scale, ticket=self._ticket
+            )
+        optimizer.sums_are_current = optimizer.sums is not None
         if len(self._parts) > 1:
             join_flags(self._parts, self._flags)
 
@@ -258,6 +453,7 @@ class DynamicScaler:
             self._inv_scale,
             self._counters,
             self.is_invalid_array,
+            steps=self._steps,
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
@@ -289,7 +485,7 @@ class DynamicScaler:
                 self._optimizer.flags = flags
                 for statistics in self._optimizer.statistics:
                     statistics.discard()
-        self._state = "ready"
+        self._order = "ready"
         self._optimizer = None
         if not valid:
             self.check()
@@ -297,12 +493,11 @@ class DynamicScaler:
 
     # --- without waiting
 
-    def step(self, optimizer: SGD, loss: Tensor) -> None:
+    def step(self, optimizer: Optimizer, loss: Tensor) -> None:
         """Does all of a step after the forward: scaled backward, check, update or skip, new scale.
 
-        The gradients are forgotten afterwards: no zero_grad is needed. The host waits for the device at every 50th call
-        only, to see whether too many steps were skipped in a row; inside a CUDA graph capture it never does (call
-        ``check`` now and then).
+        The gradients are forgotten afterwards: no zero_grad is needed. The host never waits for the device; see the
+        class for when an endless row of skips is an error.
 
         Args:
             optimizer: its model's gradients are used.
@@ -310,8 +505,10 @@ class DynamicScaler:
 
         Raises:
             TypeError: the loss is of 16 bits.
-            ValueError: the loss has several elements, or is on another device than before.
-            FlcudaError: wrong order of calls, or max_consecutive_skips invalid steps in a row.
+            ValueError: the loss has several elements, is on another device than before, or is scaled already.
+            FlcudaError: wrong order of calls; max_consecutive_skips invalid steps in a row, this one or an earlier one
+                the last (this step is done all the same); or a CUDA graph is being captured and no step was
+                done before.
         """
         self._require("step", "ready", "scaled")
         self._check_loss(loss)
@@ -323,37 +520,69 @@ class DynamicScaler:
             optimizer.step(flags=self.is_invalid_array)
             self._update()
         optimizer.zero_grad()
-        self._state = "ready"
-        self._calls += 1
-        if self._calls % CHECK_INTERVAL == 0 and not (self._device.kind == "cuda" and devices.is_capturing()):
-            self.check()
+        self._order = "ready"
+        self._steps_since_news += 1
+        self._poll(self._steps_since_news >= min(NEWS_INTERVAL, self.max_consecutive_skips))
+
+    def poll(self) -> None:
+        """Looks whether too many steps were skipped in a row, without waiting: at what has arrived of earlier steps.
+
+        ``step`` does so by itself. Call it after replays of a captured step, on their stream.
+
+        Raises:
+            FlcudaError: max_consecutive_skips or more; names scale, step and parameters.
+        """
+        self._poll(send=True)
+
+    def _poll(self, send: bool) -> None:
+        if self._device is None or self._flags is None:
+            return
+        if not self._late:
+            self._judge(_news(self._state, self._flags, self._names))
+            return
+        with self._device.use():
+            if devices.is_capturing():
+                return
+            while (news := self._ring.receive()) is not None:
+                self._judge(news)
+            if send and self._ring.send(self._state, self._flags, self._names):
+                self._steps_since_news = 0
 
     def check(self) -> None:
         """Looks whether too many steps were skipped in a row; waits for the device.
 
         Raises:
-            FlcudaError: max_consecutive_skips or more; names the scale and the first parameter with an invalid
-                gradient.
+            FlcudaError: max_consecutive_skips or more; names scale, step and parameters.
         """
-        self._read()
-        skips = self._host_counters[2]
+        if self._device is None or self._flags is None:
+            return
+        state, flags = (a.get() if devices.is_cuda(a) else a for a in (self._state, self._flags))
+        self._judge(_news(state, flags, self._names))
+
+    def _judge(self, news: News) -> None:
+        _, _, skips, steps = news.counters
         if skips < self.max_consecutive_skips:
             return
-        first = int(self.is_invalid_array[1]) if self._flags is not None else len(self._names)
-        name = self._names[first] if first < len(self._names) else "unknown"
+        # What else is on its way says the same.
+        self._ring.forget()
+        shown = ", ".join(repr(name) for name in news.invalid[:_NAMES_SHOWN])
+        more = f" and {len(news.invalid) - _NAMES_SHOWN} more" if len(news.invalid) > _NAMES_SHOWN else ""
+        found = f"invalid in {shown}{more}" if shown else "finite one by one, but the norm of all together is not"
         raise FlcudaError(
-            f"{skips} steps in a row had invalid gradients (the scale is {self._host_scale:g}, its floor "
-            f"{self.min_scale:g}); the first parameter with one is {name!r}. The loss or the data is not finite, or "
-            "the learning rate is too high"
+            f"{skips} steps in a row up to step {steps} had invalid gradients and were skipped; the scale is "
+            f"{news.scale:g} (its floor {self.min_scale:g}). In that step gradients were {found}. The loss or the data "
+            "is not finite, or the learning rate is too high"
         )
 
     # --- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies the state to the host; waits for the device.
+        """Copies the state to the host, between two steps; waits for the device.
 
         Returns:
-            "version", "scale", the counters and the arguments of the rule, as Python numbers.
+            "version", "scale", the counters ("good_steps" since the scale last changed or was tried to,
+            "skipped_steps", "consecutive_skips", "steps") and the arguments of the rule, as Python numbers. With
+            them another scaler goes on as this one would have.
         """
         self._read()
         return {
@@ -374,20 +603,22 @@ class DynamicScaler:
             TypeError: a value is no number.
         """
         keys = ("version", "scale", *_COUNTERS, *_RULE)
+        if state.get("version", STATE_VERSION) != STATE_VERSION:
+            raise ValueError(f"state: version {state['version']!r} is not {STATE_VERSION}")
         faults = [f"missing key: {key}" for key in keys if key not in state]
         faults += [f"unexpected key: {key}" for key in state if key not in keys]
         if faults:
             raise ValueError("state: does not fit the scaler\n  " + "\n  ".join(faults))
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"state: version {state['version']!r} is not {STATE_VERSION}")
         checked = DynamicScaler(init_scale=state["scale"], **{name: state[name] for name in _RULE})
         counters = [F.count(name, state[name], least=0) for name in _COUNTERS]
         for name in _RULE:
             setattr(self, name, getattr(checked, name))
-        self._state = "ready"
+        self._order = "ready"
         self._optimizer = None
         self._host_scale = float(state["scale"])
         self._host_counters = counters
+        self._ring.forget()
+        self._steps_since_news = 0
         if self._device is not None:
             self._write()
 
@@ -398,14 +629,4 @@ _RULE = ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max
 def _new_flags(arrays: int, place: Device | None) -> Array:
     flags = devices.zeros((2 + arrays,), np.int32, device=place)
     flags[1:2] = arrays
-    return flags
-
-
-def _flags_of(grad: Array) -> Array:
-    """Looks at one array of any layout."""
-    place = devices.device_of(grad)
-    flags = _new_flags(1, place)
-    order = devices.memory_order("nhwc" if devices.memory_layout(grad) == "nhwc" else "nchw", grad.ndim)
-    flat = grad.transpose(order).reshape(-1)
-    find_invalid(flat, place.xp.asarray(np.array([0, flat.size], np.int64)), flags)
     return flags

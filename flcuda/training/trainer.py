@@ -15,7 +15,7 @@ from flcuda.amp import DynamicScaler
 from flcuda.autograd import Tensor, no_grad
 from flcuda.data import Dataset, batch_indices, fetch
 from flcuda.errors import FlcudaError
-from flcuda.optim import SGD
+from flcuda.optim import Optimizer
 from flcuda.training.meters import Meter
 
 
@@ -106,7 +106,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: SGD,
+        optimizer: Optimizer,
         train: Dataset,
         test: Dataset | None = None,
         *,
@@ -167,7 +167,7 @@ class Trainer:
 
         Raises:
             ValueError: a label that is no class; names the sample.
-            FlcudaError: the loss is no longer a finite number.
+            FlcudaError: the loss is no longer a finite number, or the scaler skipped too many steps in a row.
         """
         if epochs < 0:
             raise ValueError(f"epochs must not be negative, not {epochs}")
@@ -210,6 +210,9 @@ class Trainer:
             self.step += 1
             reporter.add(loss, logits, target)
         reporter.report()
+        if self.scaler is not None:
+            # The host has just waited, and an error that is on its way should not come in the next epoch.
+            self.scaler.check()
         trained = time.perf_counter() - start
         meter = reporter.meter
         tested: tuple[float | None, float | None] = (None, None)

@@ -1,7 +1,9 @@
 """The loss scaler: both ways of use, every transition, wrong orders, skipping, limits, state."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+from step_cases import PlainScaler
 
 from flcuda import amp, nn, optim
 from flcuda import functional as F
@@ -156,63 +158,155 @@ def poisoned_run(scaler: amp.DynamicScaler, pattern: str) -> list[float]:
     return scales
 
 
-def test_growth_counts_good_steps_since_the_last_change():
-    scaler = amp.DynamicScaler(4.0, growth_interval=3, max_scale=64.0)
-    assert poisoned_run(scaler, "....x...") == [4, 4, 8, 8, 4, 4, 4, 8]
+TRANSITIONS = {
+    "a good step changes nothing before the interval": ({"growth_interval": 3}, "..", [4, 4]),
+    "the scale doubles at the interval": ({"growth_interval": 3}, "....", [4, 4, 8, 8]),
+    "the count begins anew after a growth": ({"growth_interval": 2}, ".....", [4, 8, 8, 16, 16]),
+    "an invalid step halves": ({}, "x", [2]),
+    "each invalid step of a row halves": ({}, "xxx", [2, 1, 0.5]),
+    "the count begins anew after an invalid step": ({"growth_interval": 3}, "..x..." + ".", [4, 4, 2, 2, 2, 4, 4]),
+    "growth counts good steps since the last change": (
+        {"growth_interval": 3, "max_scale": 64.0},
+        "....x...",
+        [4, 4, 8, 8, 4, 4, 4, 8],
+    ),
+    "no invalid step counts for growth": ({"growth_interval": 2}, "x.x.x.." + ".", [2, 2, 1, 1, 0.5, 0.5, 1, 1]),
+    "the ceiling is reached": ({"growth_interval": 1, "max_scale": 8.0}, "..", [8, 8]),
+    "a growth past the ceiling is left out": ({"growth_interval": 1, "max_scale": 7.0}, "..", [4, 4]),
+    "a growth that was left out begins the count anew": (
+        {"growth_interval": 2, "max_scale": 7.0},
+        "..x..",
+        [4, 4, 2, 2, 4],
+    ),
+    "the floor is reached": ({"min_scale": 1.0}, "xxxx", [2, 1, 1, 1]),
+    "a backoff past the floor is left out": ({"min_scale": 1.5}, "xxx", [2, 2, 2]),
+    "from floor to ceiling": (
+        {"min_scale": 1.5, "max_scale": 8.0, "growth_interval": 1},
+        "...xxxx..",
+        [8, 8, 8, 4, 2, 2, 2, 4, 8],
+    ),
+    "other factors": (
+        {"growth_factor": 4, "backoff_factor": 0.25, "growth_interval": 1, "max_scale": 100.0},
+        ".x.",
+        [16, 4, 16],
+    ),
+}
 
 
-def test_other_factors():
-    scaler = amp.DynamicScaler(16.0, growth_factor=4, backoff_factor=0.25, growth_interval=1, max_scale=100.0)
-    assert poisoned_run(scaler, ".x.") == [64, 16, 64]
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_transitions(name):
+    options, pattern, scales = TRANSITIONS[name]
+    assert poisoned_run(amp.DynamicScaler(4.0, **options), pattern) == scales
 
 
-def test_floor_and_ceiling_cannot_be_passed():
-    scaler = amp.DynamicScaler(4.0, min_scale=1.5, max_scale=8.0, growth_interval=1)
-    assert poisoned_run(scaler, "..." + "xxxx" + "..") == [8, 8, 8, 4, 2, 2, 2, 4, 8]
+def test_the_defaults_grow_no_further_than_they_began():
     scaler = amp.DynamicScaler(growth_interval=1)
     assert poisoned_run(scaler, ".." + "x.") == [65536, 65536, 32768, 65536]
 
 
-def test_100_000_updates_follow_a_plain_model(rng):
-    options = {
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 5,
-        "min_scale": 2**-3,
-        "max_scale": 2.0**9,
-    }
-    scaler = amp.DynamicScaler(16.0, **options)
+def on_the_cpu(scaler: amp.DynamicScaler) -> amp.DynamicScaler:
+    """Readies a scaler for updates without a model."""
     scaler._on(nn.devices.CPU)
     scaler._flags = np.zeros(3, np.int32)
-    scale, good, total, row = 16.0, 0, 0, 0
-    for invalid in rng.random(100_000) < np.repeat(rng.random(1000) * 0.5, 100):
-        scaler._flags[0] = invalid
-        scaler._update()
-        if invalid:
-            scale = max(scale / 2, 2**-3)
-            good, total, row = 0, total + 1, row + 1
-        else:
-            good, row = good + 1, 0
-            if good == 5:
-                scale, good = min(scale * 2, 2.0**9), 0
-        assert float(scaler._scale) == scale == 1 / float(scaler._inv_scale)
-    assert scaler._counters.tolist() == [good, total, row]
+    return scaler
 
 
-def test_an_endless_row_of_skips_names_scale_and_parameter():
+def test_100_000_random_steps_follow_a_plain_model(rng):
+    """A tenth with each set of options; now and then another scaler goes on from the state dict."""
+    for _ in range(10):
+        interval = int(rng.integers(1, 12))
+        floor, ceiling = 2.0 ** -int(rng.integers(0, 8)) * 1.25, 2.0 ** int(rng.integers(4, 12)) * 1.5
+        options = {"growth_interval": interval, "min_scale": floor, "max_scale": ceiling}
+        scaler = on_the_cpu(amp.DynamicScaler(8.0, **options))
+        plain = PlainScaler(8.0, interval, floor, ceiling)
+        chance = np.repeat(rng.random(100) ** 2, 100)
+        restored = rng.random(10_000) < 0.01
+        for step, invalid in enumerate(rng.random(10_000) < chance):
+            scaler._flags[0] = invalid
+            scaler._update()
+            plain.update(bool(invalid))
+            assert float(scaler._scale) == plain.scale == 1 / float(scaler._inv_scale)
+            assert floor <= plain.scale <= ceiling
+            assert scaler._state[2:].tolist() == [*plain.counters, step + 1]
+            if restored[step]:
+                state = scaler.state_dict()
+                scaler = on_the_cpu(amp.DynamicScaler())
+                scaler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+@pytest.mark.parametrize(("step", "layer"), [(0, 2), (1, 0), (3, 1)])
+def test_a_step_with_nan_is_as_if_it_had_not_been(way, step, layer):
+    """NaN at one step in one layer: the training goes on as one without that step."""
+    runs = []
+    for poisoned in (True, False):
+        model, optimizer, scaler = pair("float32", init_scale=2.0**10)
+        for seed in range(5):
+            if seed == step and not poisoned:
+                continue
+            model.poison = {layer: np.nan} if seed == step else {}
+            if way == "step":
+                scaler.step(optimizer, loss_of(model, seed))
+            else:
+                assert synchronous_step(model, optimizer, scaler, seed) == (seed != step)
+        assert scaler.state_dict()["steps"] == 5 if poisoned else 4
+        assert scaler.scale_factor == (2.0**9 if poisoned else 2.0**10)
+        runs.append(everything(model, optimizer))
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+def test_any_optimizer(kind, way):
+    """A skipped step advances no count of Adam's either."""
+    runs = []
+    for poisoned in (True, False):
+        model = Network("float32")
+        optimizer, scaler = kind(model, 1e-2, weight_decay=0.01), amp.DynamicScaler(64.0)
+        for seed in range(4):
+            if seed == 1 and not poisoned:
+                continue
+            model.poison = {1: np.inf} if seed == 1 else {}
+            if way == "step":
+                scaler.step(optimizer, loss_of(model, seed))
+            else:
+                assert synchronous_step(model, optimizer, scaler, seed) == (seed != 1)
+        assert optimizer.state_dict()["steps"] == 3
+        runs.append(model.state_dict())
+    for name in runs[0]:
+        np.testing.assert_array_equal(runs[0][name], runs[1][name])
+
+
+def test_an_endless_row_of_skips_names_scale_step_and_parameters():
     model, optimizer, scaler = pair("float32", init_scale=8.0, min_scale=1.0)
+    scaler.step(optimizer, loss_of(model, 0))
     model.poison = {1: np.nan}
     for seed in range(49):
         scaler.step(optimizer, loss_of(model, seed))
-    with pytest.raises(FlcudaError, match=r"50 steps in a row .*scale is 1, its floor 1\).*'conv0.weight'"):
+    message = (
+        r"50 steps in a row up to step 51 had .* the scale is 1 \(its floor 1\)\. In that step gradients were invalid "
+        r"in 'conv0.weight', 'conv0.bias', 'bn0.weight', 'bn0.bias', 'conv1.weight' and 1 more"
+    )
+    with pytest.raises(FlcudaError, match=message):
         scaler.step(optimizer, loss_of(model, 49))
-    model, optimizer, scaler = pair("float32", max_consecutive_skips=3)
+    # It says so as long as it lasts, and no longer.
+    with pytest.raises(FlcudaError, match="51 steps in a row"):
+        scaler.step(optimizer, loss_of(model, 50))
+    model.poison = {}
+    scaler.step(optimizer, loss_of(model, 51))
+    scaler.check()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_batch_is_not_repeated_without_end(most):
+    model, optimizer, scaler = pair("float32", max_consecutive_skips=most)
     model.poison = {2: np.inf}
-    assert not synchronous_step(model, optimizer, scaler, 0)
-    assert not synchronous_step(model, optimizer, scaler, 1)
-    with pytest.raises(FlcudaError, match="3 steps in a row"):
-        synchronous_step(model, optimizer, scaler, 2)
-    scaler.state_dict()
+    for _ in range(most - 1):
+        assert not synchronous_step(model, optimizer, scaler, 0)
+    with pytest.raises(FlcudaError, match=f"^{most} steps in a row"):
+        synchronous_step(model, optimizer, scaler, 0)
+    assert scaler.state_dict()["consecutive_skips"] == most
 
 
 def test_micro_batches():
@@ -264,7 +358,7 @@ def test_unscaling_tensors_restores_their_gradients(rng):
     np.testing.assert_allclose(plain.grad, expected, rtol=1e-6)
     assert w.grad is w.buffer
     assert unused.grad is None
-    assert scaler.is_invalid_array.tolist() == [0, 2, 0, 0]
+    assert scaler.is_invalid_array.tolist() == [0, 3, 0, 0, 0]
     assert scaler.adjust_scale_factor()
 
 
@@ -275,6 +369,95 @@ def test_overflow_that_appears_only_after_unscaling_counts():
     w.grad = np.array([1e38], np.float32)
     scaler.unscale([w])
     assert not scaler.adjust_scale_factor()
+    assert scaler.is_invalid_array.tolist() == [1, 0, 1]
+
+
+class Gradient(Function):
+    """A loss whose gradient with respect to a parameter is a given array, whatever the scale."""
+
+    def forward(self, x, grad):
+        self.grad = grad
+        return np.zeros((), np.float32)
+
+    def backward(self, grad):
+        return (self.grad,)
+
+
+def one_parameter(dtype: str, size: int = 3, **options) -> tuple[Parameter, optim.SGD]:
+    w = Parameter(np.ones(size), dtype, device="cpu", name="w")
+    model = nn.Module()
+    model.w = w
+    return w, optim.SGD(model, 0.5, **options)
+
+
+def tried(way: str, w: Parameter, optimizer: optim.SGD, scaler: amp.DynamicScaler, grad: list[float]) -> bool:
+    """Does a step with a given gradient; says whether it was valid."""
+    loss = Gradient.apply(w, grad=np.array(grad).astype(w.dtype))
+    if way == "step":
+        scaler.step(optimizer, loss)
+        return not scaler.is_invalid_array[0]
+    scaler.scale(loss).backward()
+    scaler.unscale(optimizer)
+    valid = scaler.adjust_scale_factor()
+    optimizer.step()
+    optimizer.zero_grad()
+    return valid
+
+
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_overflow_that_appears_only_in_the_update_counts(way, dtype):
+    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max) if dtype == "bfloat16" else float(np.finfo(dtype).max)
+    w, optimizer = one_parameter(dtype)
+    scaler = amp.DynamicScaler(0.5, min_scale=0.25)
+    assert tried(way, w, optimizer, scaler, [0.0, largest / 2.1, -1.0])
+    w, optimizer = one_parameter(dtype)
+    assert not tried(way, w, optimizer, scaler, [1.0, -largest, 0.0])
+    assert scaler.is_invalid_array.tolist() == [1, 0, 1]
+    assert w.master.tolist() == [1, 1, 1]
+    assert scaler.scale_factor == 0.25
+
+
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+def test_finite_gradients_whose_sum_is_not_are_valid(way):
+    w, optimizer = one_parameter("float32")
+    assert tried(way, w, optimizer, amp.DynamicScaler(1.0), [3e38, 3e38, 3e38])
+    np.testing.assert_allclose(w.master, -1.5e38, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+def test_a_norm_that_is_not_finite_counts_where_gradients_are_clipped(way):
+    w, optimizer = one_parameter("float32", max_norm=1.0)
+    scaler = amp.DynamicScaler(1.0, min_scale=1.0, max_consecutive_skips=2)
+    assert not tried(way, w, optimizer, scaler, [3e38, 3e38, 3e38])
+    assert scaler.is_invalid_array.tolist() == [1, 1, 0]
+    assert w.master.tolist() == [1, 1, 1]
+    assert scaler.state_dict()["skipped_steps"] == 1
+    assert tried(way, w, optimizer, scaler, [0.3, 0.0, 0.4])
+    np.testing.assert_allclose(w.master, [1 - 0.15, 1, 1 - 0.2], rtol=1e-6)
+    assert not tried(way, w, optimizer, scaler, [3e38, 3e38, 3e38])
+    with pytest.raises(FlcudaError, match=r"2 steps in a row .*the norm of all together is not"):
+        tried(way, w, optimizer, scaler, [3e38, 3e38, 3e38])
+
+
+def test_clipping_under_a_scaler_is_clipping_without():
+    runs = []
+    for way in ("plain", "step", "synchronous"):
+        model = Network("float32")
+        optimizer, scaler = optim.SGD(model, 0.1, momentum=0.9, max_norm=0.1), amp.DynamicScaler(512.0)
+        for seed in range(3):
+            if way == "plain":
+                optimizer.zero_grad()
+                loss_of(model, seed).backward()
+                optimizer.step()
+            elif way == "step":
+                scaler.step(optimizer, loss_of(model, seed))
+            else:
+                assert synchronous_step(model, optimizer, scaler, seed)
+        runs.append(everything(model, optimizer))
+    for plain, step, synchronous in zip(*runs, strict=True):
+        np.testing.assert_array_equal(step, synchronous)
+        np.testing.assert_array_equal(step, plain)
 
 
 def test_no_gradients_at_all():
@@ -282,14 +465,52 @@ def test_no_gradients_at_all():
     w = Tensor(np.array([1.0], np.float32), requires_grad=True)
     scaler.scale(w)
     scaler.unscale([w])
-    assert scaler.is_invalid_array.tolist() == [0, 0]
+    assert scaler.is_invalid_array.tolist() == [0, 1, 0]
     assert scaler.adjust_scale_factor()
+
+
+@pytest.mark.parametrize("way", ["step", "synchronous"])
+def test_clipping_reads_the_gradients_no_second_time(way, monkeypatch):
+    model = Network("float16")
+    optimizer, scaler = optim.SGD(model, 0.1, max_norm=0.1), amp.DynamicScaler(512.0)
+    searches = []
+    for module in (amp.finite, optim):
+        search = module.find_invalid
+        monkeypatch.setattr(module, "find_invalid", lambda *a, f=search, **o: (searches.append(1), f(*a, **o)))
+    if way == "step":
+        scaler.step(optimizer, loss_of(model, 0))
+    else:
+        assert synchronous_step(model, optimizer, scaler, 0)
+    assert len(searches) == len(optimizer.arenas) == 2
+
+
+def test_no_gradients_and_empty_gradients():
+    """Another model's loss; and a gradient without elements."""
+    model, optimizer, scaler = pair("float32", init_scale=8.0)
+    other = Network("float32")
+    before = [arena.master.copy() for arena in model.arenas]
+    optimizer.weight_decay = 0.0
+    scaler.step(optimizer, loss_of(other, 0))
+    for a, arena in zip(before, model.arenas, strict=True):
+        np.testing.assert_array_equal(a, arena.master)
+    assert not scaler.is_invalid_array[2:].any()
+    empty, full = Tensor(np.ones((0, 3), np.float32), requires_grad=True), Tensor(np.ones(2), requires_grad=True)
+    for value, flags in ((1.0, [0, 2, 0, 0]), (np.nan, [1, 1, 0, 1])):
+        scaler.scale(Tensor(np.array(1.0), True))
+        empty.grad, full.grad = np.ones((0, 3), np.float32), np.array([1.0, value])
+        scaler.unscale([empty, full])
+        assert scaler.is_invalid_array.tolist() == flags
+        assert scaler.adjust_scale_factor() == (flags[0] == 0)
+    w, optimizer = one_parameter("float32", size=0)
+    assert tried("step", w, optimizer, amp.DynamicScaler(), [])
 
 
 def test_wrong_orders():
     model, optimizer, scaler = pair("float32")
     with pytest.raises(FlcudaError, match="is_invalid_array"):
         _ = scaler.is_invalid_array
+    scaler.check()
+    scaler.poll()
     with pytest.raises(FlcudaError, match="unscale: wrong order, nothing was scaled"):
         scaler.unscale(optimizer)
     with pytest.raises(FlcudaError, match="adjust_scale_factor: wrong order, nothing was scaled"):
@@ -305,7 +526,14 @@ def test_wrong_orders():
     with pytest.raises(FlcudaError, match="step: wrong order"):
         scaler.step(optimizer, loss_of(model, 0))
     assert scaler.adjust_scale_factor()
+    with pytest.raises(FlcudaError, match="adjust_scale_factor: wrong order, nothing was scaled"):
+        scaler.adjust_scale_factor()
+    for call in (scaler.scale, lambda loss: scaler.step(optimizer, loss)):
+        with pytest.raises(ValueError, match="loss: is scaled already"):
+            call(scaler.scale(loss_of(model, 0)))
     scaler.step(optimizer, loss_of(model, 0))
+    with pytest.raises(FlcudaError, match="unscale: wrong order, nothing was scaled"):
+        scaler.unscale(optimizer)
 
 
 def test_bad_losses_and_tensors():
@@ -327,6 +555,9 @@ def test_bad_losses_and_tensors():
         ({"init_scale": 1e6}, "init_scale: 1000000.0"),
         ({"init_scale": float("inf")}, "init_scale: inf"),
         ({"max_scale": float("inf")}, "max_scale: inf"),
+        ({"max_scale": 1e39}, "max_scale: 1e\\+39"),
+        ({"min_scale": 1e-39}, "min_scale: 1e-39"),
+        ({"growth_factor": float("nan")}, "growth_factor: nan"),
         ({"min_scale": 0.0}, "min_scale: 0.0"),
         ({"min_scale": 1e6}, "min_scale: 1000000.0"),
         ({"growth_factor": 1.0}, "growth_factor: 1.0"),
@@ -347,11 +578,12 @@ def test_state_is_restored_mid_interval(used):
     poisoned_run(scaler, "x..")
     state = scaler.state_dict()
     assert state == {
-        "version": 1,
+        "version": 2,
         "scale": 4.0,
         "good_steps": 2,
         "skipped_steps": 1,
         "consecutive_skips": 0,
+        "steps": 3,
         "growth_factor": 2.0,
         "backoff_factor": 0.5,
         "growth_interval": 4,
@@ -366,10 +598,10 @@ def test_state_is_restored_mid_interval(used):
     assert other.state_dict() == state
     assert poisoned_run(other, "...") == poisoned_run(scaler, "...") == [4, 8, 8]
     for bad in (
-        {**state, "version": 2},
+        {**state, "version": 1},
         {**state, "scale": 0.0},
         {**state, "good_steps": -1},
-        {"version": 1},
+        {"version": 2},
         {**state, "a": 1},
     ):
         with pytest.raises(ValueError, match=r"version|scale|good_steps|missing|unexpected"):
@@ -453,3 +685,270 @@ def test_a_loaded_state_begins_a_new_step():
     scaler.load_state_dict(state)
     optimizer.zero_grad()
     scaler.step(optimizer, loss_of(model, 0))
+
+
+# --- late news
+
+
+class FakeSlot:
+    """A slot whose copy arrives when the test says so."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.arrived = True
+        self.asked = 0
+        self.bytes = np.zeros(capacity, np.uint8)
+
+    def fetch(self, arrays):
+        assert self.arrived, "a slot was taken while a copy was on its way to it"
+        content = np.concatenate([a.reshape(-1).view(np.uint8) for a in arrays])
+        self.bytes[: content.size] = content
+        self.arrived = False
+
+    def done(self):
+        self.asked += 1
+        return self.arrived
+
+    def read(self):
+        assert self.arrived, "a slot was read before its copy had arrived"
+        return self.bytes
+
+
+class FakeSlots:
+    """What a ring makes its slots with, on a device that works when the test says so."""
+
+    def __init__(self) -> None:
+        self.made: list[list[FakeSlot]] = []
+
+    def __call__(self, capacity: int):
+        self.made.append([FakeSlot(capacity) for _ in range(amp.NEWS_SLOTS)])
+        return self.made[-1]
+
+    def on_the_way(self) -> int:
+        return sum(not slot.arrived for slot in self.made[-1]) if self.made else 0
+
+    def work(self) -> None:
+        for slots in self.made:
+            for slot in slots:
+                slot.arrived = True
+
+
+def state_of(scale: float, *counters: int) -> np.ndarray:
+    return np.concatenate([np.array([scale, 1 / scale]).view(np.int64), np.array(counters, np.int64)])
+
+
+def test_the_ring_tells_in_order_and_waits_for_nothing():
+    slots = FakeSlots()
+    ring = amp.Ring(slots)
+    assert ring.receive() is None
+    sent = [(state_of(2.0**i, i, 2, 3, 10 + i), np.array([1, 1, 0, i % 2], np.int32)) for i in range(7)]
+    names = ("a", "b")
+    expected = [amp.News(2.0**i, (i, 2, 3, 10 + i), ("b",) if i % 2 else ()) for i in range(7)]
+    for i in range(4):
+        assert ring.send(*sent[i], names)
+    assert not ring.send(*sent[4], names)  # all slots are on their way
+    assert ring.receive() is None
+    # The second arrives before the first: nothing is told out of order.
+    slots.made[0][1].arrived = True
+    assert ring.receive() is None
+    slots.made[0][0].arrived = True
+    assert [ring.receive() for _ in range(3)] == [*expected[:2], None]
+    assert ring.send(*sent[4], names)
+    assert ring.send(*sent[5], names)
+    assert not ring.send(*sent[6], names)
+    slots.work()
+    assert [ring.receive() for _ in range(5)] == [*expected[2:6], None]
+    assert len(slots.made) == 1
+
+
+def test_the_ring_forgets_but_does_not_reuse_a_slot_too_early():
+    slots = FakeSlots()
+    ring = amp.Ring(slots)
+    flags = np.array([0, 1, 0], np.int32)
+    for i in range(4):
+        assert ring.send(state_of(1.0, i, 0, 0, i), flags, ("a",))
+    ring.forget()
+    assert not ring.send(state_of(1.0, 9, 0, 0, 9), flags, ("a",))
+    slots.work()
+    assert ring.receive() is None
+    assert ring.send(state_of(1.0, 9, 0, 0, 9), flags, ("a",))
+    slots.work()
+    assert ring.receive() == amp.News(1.0, (9, 0, 0, 9), ())
+
+
+def test_the_ring_takes_larger_slots_when_the_old_ones_are_idle():
+    slots = FakeSlots()
+    ring = amp.Ring(slots)
+    small, large = np.array([0, 1, 0], np.int32), np.zeros(2 + 5000, np.int32)
+    large[1002] = 1
+    names = tuple(f"p{i}" for i in range(5000))
+    assert ring.send(state_of(1.0, 0, 0, 0, 1), small, ("a",))
+    assert not ring.send(state_of(1.0, 0, 0, 0, 2), large, names)
+    slots.work()
+    assert ring.receive() == amp.News(1.0, (0, 0, 0, 1), ())
+    assert ring.send(state_of(1.0, 0, 0, 0, 2), large, names)
+    slots.work()
+    assert ring.receive() == amp.News(1.0, (0, 0, 0, 2), ("p1000",))
+    assert [made[0].capacity for made in slots.made] == [4096, 32768]
+
+
+def late_pair(**options):
+    """A model on the CPU and a scaler that hears of its steps late, as on CUDA."""
+    model, optimizer, scaler = pair("float32", **options)
+    slots = FakeSlots()
+    scaler._on(nn.devices.CPU)
+    scaler._ring, scaler._late = amp.Ring(slots), True
+    return model, optimizer, scaler, slots
+
+
+def test_the_error_comes_by_itself_when_the_news_has_arrived():
+    model, optimizer, scaler, slots = late_pair(init_scale=8.0, min_scale=1.0, max_consecutive_skips=20)
+    model.poison = {1: np.nan}
+    for seed in range(30):
+        scaler.step(optimizer, loss_of(model, seed))  # the device is behind: nobody knows yet
+    assert slots.on_the_way() == 3
+    slots.work()
+    # 24 is the first of 8, 16, 24 that is too long a row.
+    with pytest.raises(FlcudaError, match=r"24 steps in a row up to step 24 .* scale is 1 .* 'conv0.weight'"):
+        scaler.step(optimizer, loss_of(model, 30))
+    assert scaler.state_dict()["steps"] == 31
+    # Told once; a row that goes on is told again.
+    for seed in range(8):
+        scaler.step(optimizer, loss_of(model, seed))
+    slots.work()
+    with pytest.raises(FlcudaError, match=r"\d\d steps in a row up to step 3\d"):
+        scaler.step(optimizer, loss_of(model, 0))
+
+
+def test_a_row_is_told_once_though_more_of_it_is_on_the_way():
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=1)
+    model.poison = {1: np.nan}
+    for seed in range(3):
+        scaler.step(optimizer, loss_of(model, seed))
+    model.poison = {}
+    slots.work()
+    with pytest.raises(FlcudaError, match=r"^1 steps in a row up to step 1 "):
+        scaler.step(optimizer, loss_of(model, 3))
+    for seed in range(4):
+        scaler.step(optimizer, loss_of(model, seed))
+        slots.work()
+
+
+def test_a_device_far_behind_costs_no_wait_and_no_slot():
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=1)
+    for seed in range(20):
+        scaler.step(optimizer, loss_of(model, seed))
+    assert slots.on_the_way() == amp.NEWS_SLOTS
+    slots.work()
+    for seed in range(amp.NEWS_SLOTS):
+        scaler.step(optimizer, loss_of(model, seed))
+        slots.work()
+    assert len(slots.made) == 1
+    model.poison = {0: np.inf}
+    scaler.step(optimizer, loss_of(model, 0))
+    model.poison = {}
+    slots.work()
+    with pytest.raises(FlcudaError, match="1 steps in a row up to step 25 "):
+        scaler.step(optimizer, loss_of(model, 0))
+
+
+def test_a_row_that_ended_is_no_error():
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=20)
+    for seed, kind in enumerate("x" * 19 + "." + "x" * 19 + "."):
+        model.poison = {1: np.nan} if kind == "x" else {}
+        scaler.step(optimizer, loss_of(model, seed))
+        slots.work()
+    scaler.check()
+    assert scaler.state_dict()["skipped_steps"] == 38
+
+
+def test_poll_sends_and_tells():
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=2)
+    model.poison = {1: np.nan}
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale(optimizer)
+    assert not scaler.adjust_scale_factor()
+    scaler._update()  # as a replay of a captured step would
+    scaler.poll()
+    assert slots.on_the_way() == 1
+    scaler.poll()
+    slots.work()
+    with pytest.raises(FlcudaError, match="2 steps in a row up to step 2 "):
+        scaler.poll()
+
+
+def test_a_loaded_state_knows_nothing_of_news_on_the_way():
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=2)
+    state = scaler.state_dict()
+    model.poison = {1: np.nan}
+    for seed in range(3):
+        scaler.step(optimizer, loss_of(model, seed))
+    model.poison = {}
+    scaler.load_state_dict(state)
+    slots.work()
+    for seed in range(3):
+        scaler.step(optimizer, loss_of(model, seed))
+        slots.work()
+    assert scaler.state_dict()["steps"] == 3
+
+
+def test_a_captured_step_sends_asks_and_makes_nothing(monkeypatch):
+    model, optimizer, scaler, slots = late_pair(max_consecutive_skips=2)
+    for seed in range(2):
+        scaler.step(optimizer, loss_of(model, seed))
+    made = scaler._flags, scaler._state, slots.made[0][0].asked
+    monkeypatch.setattr(amp.devices, "is_capturing", lambda: True)
+    model.poison = {1: np.nan}
+    for seed in range(3):
+        scaler.step(optimizer, loss_of(model, seed))
+    scaler.poll()
+    assert slots.on_the_way() == 1
+    assert made[0] is scaler._flags
+    assert made[1] is scaler._state
+    assert made[2] == slots.made[0][0].asked
+    monkeypatch.undo()
+    scaler.poll()
+    slots.work()
+    with pytest.raises(FlcudaError, match="3 steps in a row up to step 5 "):
+        scaler.poll()
+
+
+# --- find_invalid
+
+
+class Dlpack:
+    """An array of a library that is only known by DLPack."""
+
+    def __init__(self, a: np.ndarray) -> None:
+        self.a = a
+
+    def __dlpack__(self, **options):
+        return self.a.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.a.__dlpack_device__()
+
+
+def test_find_invalid_takes_arrays_of_all_kinds():
+    half = np.zeros((3, 4), np.float16)
+    brain = np.zeros((2, 2), ml_dtypes.bfloat16)
+    brain[1, 1] = np.inf
+    strided = np.zeros((4, 6), np.float64)
+    strided[1, 1] = np.nan  # between the elements that are looked at
+    last = np.zeros((2, 3, 4, 5), np.float32).transpose(0, 3, 1, 2)
+    last[1, 4, 2, 3] = -np.inf
+    arrays = [half, None, np.zeros((0, 5), np.float32), strided[::2, ::2], brain, Dlpack(np.full(3, np.nan)), last]
+    flags = amp.find_invalid(arrays)
+    assert flags.dtype == np.int32
+    assert flags.tolist() == [1, 4, 0, 0, 0, 0, 1, 1, 1]
+    assert amp.find_invalid(iter(arrays[:4])).tolist() == [0, 4, 0, 0, 0, 0]
+    assert amp.find_invalid([]).tolist() == [0, 0]
+    assert amp.find_invalid([None, None]).tolist() == [0, 2, 0, 0]
+    assert amp.find_invalid([np.array(3.0)]).tolist() == [0, 1, 0]
+    assert amp.find_invalid([np.broadcast_to(np.float32(np.nan), (3, 4))]).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3, np.int64), [1.0, 2.0], 1.0, np.zeros(3, np.complex64)])
+def test_find_invalid_names_what_it_cannot_take(wrong):
+    with pytest.raises(TypeError, match=r"arrays\[1\]"):
+        amp.find_invalid([np.zeros(3), wrong])
