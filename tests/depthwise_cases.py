@@ -4,6 +4,16 @@ import numpy as np
 
 from flcuda.finder.problem import DIRECTIONS, ConvolutionProblem
 
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float16 out:float32", "bfloat16 out:float32")
+LARGE = [
+    "n256 c1152 7x7 k1152 5x5 p2 g1152",
+    "n128 c240 28x28 k240 5x5 p2 g240",
+    "n128 c72 56x56 k72 5x5 p2 s2 g72",
+    "n16 c96 56x56 k96 7x7 p3 g96",
+    "n128 c384 14x14 k384 7x7 p3 g384",
+    "n32 c96 112x112 k96 3x3 p1 s2 g96",
+]
+
 
 def random_depthwise(rng: np.random.Generator, *, square: bool, words: tuple[str, ...]) -> ConvolutionProblem:
     """A small problem of groups = channels: with a filter that has kernels of its own, or of any geometry.

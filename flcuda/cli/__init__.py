@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the command's name; None takes the process's own.
 
     Returns:
-        The exit status: 0, 2 for anything that the user can put right, 130 after Ctrl-C.
+        The exit status: 0, 2 for anything that the user can put right, 130 after Ctrl-C, 141 when whoever read the
+        output has closed it, as `head` does.
 
     Raises:
         SystemExit: by argparse, for `--help`, `--version` (0) and arguments that it refuses (2).
@@ -37,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for module in modules.values():
             module.configure(subparsers)
         args = parser.parse_args(argv)
-        return int(modules[args.command].run(args))
+        status = int(modules[args.command].run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Nothing went wrong here. What is left in the buffer must not fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (FlcudaError, ValueError, TypeError, OSError) as error:
         print(f"flcuda: error: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):

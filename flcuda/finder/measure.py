@@ -50,7 +50,7 @@ LEADERS = 5
 """CUDA: so many of these, the first by the coarse round, are in the fine round."""
 
 FINE_REPEATS = {"fast": 10, "wide": 20}
-FINE_BUDGET_S = {"fast": 0.006, "wide": 0.03}
+FINE_BUDGET_S = {"fast": 0.006, "wide": 0.015}
 """CUDA: samples of each leader, by the policy's effort, and seconds for them."""
 
 CPU_BUDGET_S = 0.3

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from convolution_oracle import bits
-from depthwise_cases import exact, random_depthwise
+from depthwise_cases import LARGE, PRECISIONS, exact, random_depthwise
 
 import flcuda
 from flcuda import device as devices
@@ -15,15 +15,6 @@ from flcuda.finder.sources.depthwise import DepthwiseRunner, DepthwiseSource, di
 from flcuda.finder.verify import Verifier
 
 SOURCE = DepthwiseSource()
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float16 out:float32", "bfloat16 out:float32")
-LARGE = [
-    "n256 c1152 7x7 k1152 5x5 p2 g1152",
-    "n128 c240 28x28 k240 5x5 p2 g240",
-    "n128 c72 56x56 k72 5x5 p2 s2 g72",
-    "n16 c96 56x56 k96 7x7 p3 g96",
-    "n128 c384 14x14 k384 7x7 p3 g384",
-    "n32 c96 112x112 k96 3x3 p1 s2 g96",
-]
 
 
 @pytest.fixture

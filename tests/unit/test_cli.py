@@ -136,3 +136,14 @@ def test_commands_are_modules() -> None:
         assert isinstance(module, types.ModuleType)
         assert callable(module.configure)
         assert callable(module.run)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    # so much that it cannot all wait in the pipe
+    code = (
+        "import sys; import flcuda.cli as cli; from flcuda.cli import info; "
+        "info.run = lambda args: print('x' * 10_000_000) or 0; sys.exit(cli.main(['info']))"
+    )
+    words = f'{sys.executable} -c "{code}" | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}'
+    ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (141, "")

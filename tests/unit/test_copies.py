@@ -1,12 +1,9 @@
 """Copies of operands in another form: by NumPy against the rule as it is written, and by the kernels on a processor."""
 
-import ctypes
 import math
-import shutil
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
+import host_kernels
 import numpy as np
 import pytest
 from copy_cases import bits, held, memory, random_copy
@@ -224,23 +221,10 @@ def test_every_kernel_that_is_launched_exists() -> None:
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
     """Launches a kernel of kernels/rewrite.cu, compiled for the processor, on NumPy arrays."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ here")
-    folder = tmp_path_factory.mktemp("kernels")
-    for header in ("cuda_fp16.h", "cuda_bf16.h"):
-        (folder / header).touch()
-    built = folder / "rewrite.so"
-    source = Path(__file__).with_name("rewrite_on_host.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-o", built, source]
-    subprocess.run([*command, f"-I{folder}", f"-I{kernel_loader.kernel_dir()}"], check=True)
-    library = ctypes.CDLL(str(built))
+    library = host_kernels.build("rewrite", tmp_path_factory.mktemp("kernels"))
 
     def run(launch, target, source) -> None:
-        addresses = [np.uint64(array.__array_interface__["data"][0]) for array in (target, source)]
-        values = [np.array(value) for value in (*addresses, *launch.arguments)]
-        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-        assert library.run(launch.function.encode(), *launch.grid, *launch.block, pointers) == 0, launch.function
+        host_kernels.run(library, launch.function, launch.grid, launch.block, (target, source), launch.arguments)
 
     return run
 

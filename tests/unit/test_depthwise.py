@@ -2,14 +2,12 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
+import host_kernels
 import numpy as np
 import pytest
-from depthwise_cases import exact, random_depthwise
+from depthwise_cases import LARGE, PRECISIONS, exact, random_depthwise
 from finder_fakes import choice as stored
 from finder_fakes import key
 
@@ -25,14 +23,8 @@ from flcuda.finder.verify import Verifier
 
 CUDA, CPU = Device("cuda"), Device("cpu")
 SOURCE = DepthwiseSource()
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float16 out:float32", "bfloat16 out:float32")
 SHAPES = [
-    "n256 c1152 7x7 k1152 5x5 p2 g1152",
-    "n128 c240 28x28 k240 5x5 p2 g240",
-    "n128 c72 56x56 k72 5x5 p2 s2 g72",
-    "n16 c96 56x56 k96 7x7 p3 g96",
-    "n128 c384 14x14 k384 7x7 p3 g384",
-    "n32 c96 112x112 k96 3x3 p1 s2 g96",
+    *LARGE,
     "n2 c8 300x350 k8 3x3 p1 g8",
     "n2 c8 500x512 k8 3x3 p1 s2 g8",
 ]
@@ -341,26 +333,13 @@ class HostRunner:
         )
         # NaN, in which what was written behind the end is seen too
         shared[...] = 0x7FC5A5A5
-        addresses = [np.uint64(array.__array_interface__["data"][0]) for array in arrays]
-        values = [np.array(value) for value in (*addresses, *launch.arguments)]
-        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-        assert self._library.run(name.encode(), *launch.grid, *launch.block, pointers) == 0, name
+        host_kernels.run(self._library, name, launch.grid, launch.block, arrays, launch.arguments)
         assert (shared[launch.shared // 4 :] == 0x7FC5A5A5).all(), f"{name}: shared memory"
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ here")
-    folder = tmp_path_factory.mktemp("kernels")
-    for header in ("cuda_fp16.h", "cuda_bf16.h"):
-        (folder / header).touch()
-    built = folder / "depthwise.so"
-    source = Path(__file__).with_name("depthwise_on_host.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-o", built, source]
-    subprocess.run([*command, f"-I{folder}", f"-I{kernel_loader.kernel_dir()}"], check=True)
-    loaded = ctypes.CDLL(str(built))
+    loaded = host_kernels.build("depthwise", tmp_path_factory.mktemp("kernels"))
     loaded.shared_memory.restype = ctypes.c_void_p
     return loaded
 
