@@ -279,8 +279,18 @@ class GraphRunner:
             operands = tuple([operands[place] for place in self._order])
         self.plan(*operands)
 
-    def _launch(self, operands: Sequence[Any], scratch: Any) -> None:
-        """Runs the plan with a part of a workspace that is there already."""
+    def run_in(self, operands: Sequence[Any], scratch: Any) -> None:
+        """Computes as a call does, with a workspace that is there already.
+
+        Args:
+            operands: as for a call; nothing of them is looked at but the address.
+            scratch: a uint8 array of at least the plan's workspace.
+
+        Raises:
+            CudnnError: cuDNN refuses to run.
+        """
+        if self._order is not None:
+            operands = [operands[place] for place in self._order]
         self._execute(resources.handle(), tuple([array.data.ptr for array in operands]), scratch.data.ptr)
 
 
@@ -320,7 +330,7 @@ class StagedRunner(GraphRunner):
             blank = place == self._out and not self._accumulate
             room = memory[start:]
             given[place] = copy.empty(room) if blank else copy.copy_in(operands[place], room)
-        self._launch(given, memory[self._room :])
+        self.run_in(given, memory[self._room :])
         for place, copy, _ in self._copies:
             if place == self._out:
                 copy.copy_out(given[place], operands[place])
