@@ -70,7 +70,7 @@ from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 
 LIMIT = 12
-"""So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
+"""So many configurations, the first that may be used, are built and measured. See Note [order]."""
 
 OF_EACH = 2
 """So many more are measured of each engine. See Note [order]."""
@@ -388,7 +388,8 @@ def offers(
         policy: determinism and workspace limit.
         handle: of the GPU here, which is current; borrowed.
         properties: of another GPU; borrowed. One of the two.
-        limit: stop after so many that can be used; None for all.
+        limit: stop after so many that can be used; None for all. Where all of them are built, some of each other engine
+            follow.
         plans: build so many that can be used; None for all. The others count as usable by what cuDNN says of them.
         wide: go on after the limit, with what all modes list and every other engine. See Note [wide].
 
