@@ -12,15 +12,9 @@ what will be differentiated by x and w.
 Run: python bench/bench_layer_host.py [--rounds 100] [--calls 200] [--json]
 """
 
-import argparse
 import contextlib
-import json
 import os
-import random
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +23,7 @@ os.environ["FLCUDA_CHOICES"] = tempfile.mkdtemp(prefix="flcuda-bench-")
 
 import cupy
 import numpy as np
-from record import machine
+from host_rounds import Round, parser, show
 
 import flcuda
 from flcuda import device as devices
@@ -46,8 +40,6 @@ FILTER = (8, 8, 3, 3)
 LOOKED_UP = (1, 8, 6, 6)
 PRECISIONS = ("float16", "tf32", "float32")
 CUDA = devices.Device("cuda", 0)
-
-Round = Callable[[int], None]
 
 
 def repeated(call: Callable[[], Any], within: Callable[[], Any] = contextlib.nullcontext) -> Round:
@@ -220,35 +212,11 @@ def torchs(precision: str, notes: list[str]) -> dict[str, Round]:
     return forms
 
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
-def measure(forms: dict[str, Round], rounds: int, calls: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Times each form in rounds, in a random order; microseconds a call."""
-    samples: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(2):
-        for run in forms.values():
-            run(calls)
-            wait()
-    order = [name for name in forms for _ in range(rounds)]
-    random.Random(1).shuffle(order)
-    for name in order:
-        run = forms[name]
-        run(5)
-        wait()
-        start = time.perf_counter()
-        run(calls)
-        samples[name].append((time.perf_counter() - start) / calls * 1e6)
-        wait()
-    return samples
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     notes: list[str] = []
     reason = devices.cuda_missing_reason()
     forms = lookups()
@@ -260,25 +228,8 @@ def main() -> None:
             forms.update(torchs(precision, notes))
     else:
         notes.append(f"the lookups only: {reason}")
-    samples = measure(forms, args.rounds, args.calls, lambda: None if reason else cupy.cuda.Device().synchronize())
-    rows = [
-        {"form": name, "median_us": statistics.median(times), "quartiles_us": statistics.quantiles(times, n=4)[::2]}
-        for name, times in samples.items()
-    ]
-    if args.json:
-        result = {"x": SHAPE, "w": FILTER, "rounds": args.rounds, "calls": args.calls, "notes": notes, "rows": rows}
-        json.dump(result, sys.stdout, indent=1)
-        print()
-        return
-    where = machine()
-    gpus = ", ".join(str(gpu["name"]) for gpu in where["gpus"] or [])
-    processor = devices.device_model(devices.CPU)["name"]
-    print(f"{gpus}; {processor}; Python {where['python']}, CuPy {where['cupy']}, cuDNN {where['cudnn']}")
-    for row in rows:
-        low, high = row["quartiles_us"]
-        print(f"{row['form']:<75} {row['median_us']:8.2f} us   ({low:.2f} to {high:.2f})")
-    for note in notes:
-        print(note)
+    about = {"x": SHAPE, "w": FILTER, "notes": notes}
+    show(forms, args, lambda: None if reason else cupy.cuda.Device().synchronize(), about, 75)
 
 
 if __name__ == "__main__":

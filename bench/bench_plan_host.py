@@ -11,14 +11,8 @@ around each of its calls costs about 0.1 us more than that around flcuda's.
 Run: python bench/bench_plan_host.py [--rounds 100] [--calls 200] [--json]
 """
 
-import argparse
-import json
 import os
-import random
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
@@ -27,7 +21,7 @@ from typing import Any
 os.environ["FLCUDA_CHOICES"] = tempfile.mkdtemp(prefix="flcuda-bench-")
 
 import cupy
-from record import machine
+from host_rounds import Round, parser, show
 
 import flcuda
 from flcuda import device as devices
@@ -37,8 +31,6 @@ from flcuda.cudnn.resources import handle
 LINE = "forward n1 c8 8x8 k8 3x3 p1 float16 nhwc"
 SETS = 256  # of operands; more than a plan keeps variant packs of
 FEW = 32  # and fewer
-
-Round = Callable[[int], None]
 
 
 def operands(problem: Any) -> list[tuple[Any, Any, Any]]:
@@ -268,60 +260,17 @@ def torch_forms(
     }
 
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
-def measure(forms: dict[str, Round], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Times each form in rounds, in a random order; microseconds a call."""
-    device = cupy.cuda.Device()
-    samples: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(2):
-        for run in forms.values():
-            run(calls)
-            device.synchronize()
-    order = [name for name in forms for _ in range(rounds)]
-    random.Random(1).shuffle(order)
-    for name in order:
-        run = forms[name]
-        run(5)
-        device.synchronize()
-        start = time.perf_counter()
-        run(calls)
-        samples[name].append((time.perf_counter() - start) / calls * 1e6)
-        device.synchronize()
-    return samples
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     problem = flcuda.Problem.parse(LINE)
     notes: list[str] = []
     sets = operands(problem)
     forms = ours(problem, sets, notes)
     forms.update(theirs(problem, sets, notes))
-    samples = measure(forms, args.rounds, args.calls)
-    rows = [
-        {"form": name, "median_us": statistics.median(times), "quartiles_us": statistics.quantiles(times, n=4)[::2]}
-        for name, times in samples.items()
-    ]
-    if args.json:
-        result = {"problem": LINE, "rounds": args.rounds, "calls": args.calls, "notes": notes, "rows": rows}
-        json.dump(result, sys.stdout, indent=1)
-        print()
-        return
-    where = machine()
-    gpus = ", ".join(str(gpu["name"]) for gpu in where["gpus"] or [])
-    processor = devices.device_model(devices.CPU)["name"]
-    print(f"{LINE}\n{gpus}; {processor}; Python {where['python']}, CuPy {where['cupy']}, cuDNN {where['cudnn']}")
-    for row in rows:
-        low, high = row["quartiles_us"]
-        print(f"{row['form']:<60} {row['median_us']:8.2f} us   ({low:.2f} to {high:.2f})")
-    for note in notes:
-        print(note)
+    show(forms, args, cupy.cuda.Device().synchronize, {"problem": LINE, "notes": notes}, 60)
 
 
 if __name__ == "__main__":

@@ -277,7 +277,8 @@ def _found_anew(told: _Verdict, choice: Choice, device: Device, limit: float) ->
     # what a heuristic chose is measured too: it may be no worse than what can be had
     policy = replace(choice.policy, mode="find")
     try:
-        report = search.find(choice.problem, policy=policy, device=device, sources=choice.key.sources, store=False)
+        asked = choice.key.sources
+        report = search.find(choice.problem, policy=policy, device=device, sources=asked, store=False, details=False)
     except (CudnnNotSupportedError, ValueError) as error:
         return replace(told, verdict="gone", reason=str(error))
     best = report.usable[0]

@@ -420,14 +420,8 @@ class _Tried:
             return
 
         def first(run: Callable[[], None]) -> Timing:
-            def once() -> Timing:
-                if device.kind == "cuda":
-                    return timing.first(run, device)
-                took_ms = timing.once(run, device)
-                return timing.summary([took_ms], [took_ms])
-
             start = time.perf_counter()
-            found = with_memory(once, device)
+            found = with_memory(lambda: timing.first(run, device), device)
             self.first_run_ms = 1e3 * (time.perf_counter() - start)
             return found
 

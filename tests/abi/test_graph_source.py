@@ -597,7 +597,7 @@ class NumpyRunner(module.StagedRunner):
         super().__init__(plan, None, problem, module._copies(problem))
         self._problem = problem
 
-    def _launch(self, operands, scratch):
+    def run_in(self, operands, scratch):
         problem = self._problem
         assert scratch.nbytes == 40
         dtype = devices.DTYPES[problem.x_dtype]

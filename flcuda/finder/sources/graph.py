@@ -70,7 +70,7 @@ from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 
 LIMIT = 12
-"""So many configurations are built and measured: PyTorch's torch.backends.cudnn.benchmark_limit. See Note [order]."""
+"""So many configurations, the first that may be used, are built and measured. See Note [order]."""
 
 OF_EACH = 2
 """So many more are measured of each engine. See Note [order]."""
@@ -279,8 +279,18 @@ class GraphRunner:
             operands = tuple([operands[place] for place in self._order])
         self.plan(*operands)
 
-    def _launch(self, operands: Sequence[Any], scratch: Any) -> None:
-        """Runs the plan with a part of a workspace that is there already."""
+    def run_in(self, operands: Sequence[Any], scratch: Any) -> None:
+        """Computes as a call does, with a workspace that is there already.
+
+        Args:
+            operands: as for a call; nothing of them is looked at but the address.
+            scratch: a uint8 array of at least the plan's workspace.
+
+        Raises:
+            CudnnError: cuDNN refuses to run.
+        """
+        if self._order is not None:
+            operands = [operands[place] for place in self._order]
         self._execute(resources.handle(), tuple([array.data.ptr for array in operands]), scratch.data.ptr)
 
 
@@ -320,7 +330,7 @@ class StagedRunner(GraphRunner):
             blank = place == self._out and not self._accumulate
             room = memory[start:]
             given[place] = copy.empty(room) if blank else copy.copy_in(operands[place], room)
-        self._launch(given, memory[self._room :])
+        self.run_in(given, memory[self._room :])
         for place, copy, _ in self._copies:
             if place == self._out:
                 copy.copy_out(given[place], operands[place])
@@ -378,7 +388,8 @@ def offers(
         policy: determinism and workspace limit.
         handle: of the GPU here, which is current; borrowed.
         properties: of another GPU; borrowed. One of the two.
-        limit: stop after so many that can be used; None for all.
+        limit: stop after so many that can be used; None for all. Where all of them are built, some of each other engine
+            follow.
         plans: build so many that can be used; None for all. The others count as usable by what cuDNN says of them.
         wide: go on after the limit, with what all modes list and every other engine. See Note [wide].
 

@@ -326,12 +326,7 @@ def _scratch_taker(inner: Runner) -> Any:
 
     Only a plan of the graph API does that, and it looks at nothing of an operand but the address.
     """
-    if not isinstance(inner, GraphRunner) or isinstance(inner, StagedRunner):
-        return None
-    order = inner._order
-    if order is None:
-        return inner._launch
-    return lambda operands, scratch: inner._launch([operands[place] for place in order], scratch)
+    return inner.run_in if isinstance(inner, GraphRunner) and not isinstance(inner, StagedRunner) else None
 
 
 def _views(inner: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
