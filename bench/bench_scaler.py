@@ -52,7 +52,7 @@ from flcuda.device import Device
 from flcuda.finder.policy import current_policy
 from flcuda.finder.problem import ConvolutionProblem
 from flcuda.ops import convolution as convolution_op
-from flcuda.ops.finite import find_invalid
+from flcuda.ops.finite import find_invalid, new_ticket
 from flcuda.ops.flags import join_flags
 from flcuda.ops.optimizer import scaler_update, sgd_update
 from flcuda.optim import SGD
@@ -139,6 +139,7 @@ class Set:
         self.parts = [xp.zeros(2 + len(a.segments), np.int32) for a in self.arenas]
         joined = xp.zeros(2 + sum(len(a.segments) for a in self.arenas), np.int32)
         self.flags = self.parts[0] if len(self.parts) == 1 else joined
+        self.ticket = new_ticket(device)
 
     @property
     def check_bytes(self) -> int:
@@ -160,7 +161,7 @@ class Set:
 
     def search(self) -> None:
         for arena, part in zip(self.arenas, self.parts, strict=True):
-            find_invalid(arena.grad, arena.offsets, part)
+            find_invalid(arena.grad, arena.offsets, part, ticket=self.ticket)
 
     def check(self) -> None:
         self.search()
@@ -573,7 +574,8 @@ def flag_types(sets: Sequence[Set], device: Device, *, repeats: int, budget_s: f
 
             works.append(Work(kind, "flags", [functools.partial(search, grad) for grad in gradients], "check"))
         flags_of["flcuda"] = sets[0].parts[0]
-        own: list[Run] = [functools.partial(find_invalid, g, arena.offsets, flags_of["flcuda"]) for g in gradients]
+        search_own = functools.partial(find_invalid, offsets=arena.offsets, flags=flags_of["flcuda"])
+        own: list[Run] = [functools.partial(search_own, grad, ticket=sets[0].ticket) for grad in gradients]
         works.append(Work("flcuda", "flags", own, "check"))
         found = measured(works, device, repeats=repeats, budget_s=budget_s)
         for kind, flags in flags_of.items():

@@ -219,6 +219,9 @@ class DynamicScaler:
     A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew. After
     replays call ``poll``, which does not wait, or ``check``, which does.
 
+    Everything is queued on CuPy's current stream, and what waits for the device waits for that stream: call all of a
+    scaler on the stream of the steps.
+
     Args:
         init_scale: the first scale.
         growth_factor: above 1.
@@ -312,7 +315,7 @@ class DynamicScaler:
 
     @property
     def scale_factor(self) -> float:
-        """The scale; waits for the device."""
+        """The scale; waits for the device, on the current stream."""
         self._read()
         return self._host_scale
 

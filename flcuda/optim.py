@@ -184,6 +184,7 @@ class Optimizer:
         Returns:
             The first arena's flags. An invalid gradient in another makes the norm NaN or infinite, which raises them.
         """
+        # No ticket: a search with sums has a second launch in any case.
         for arena, check, sums in zip(self.arenas, self._checks, self.sums or (), strict=True):
             find_invalid(arena.grad, arena.offsets, check, sums=sums)
         return self._checks[0]

@@ -160,6 +160,15 @@ struct Run {
       const uint4* __restrict__ from = vectors + row * 32 + lane;
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) v[i] = from[i * 32];
+    } else if (first >= 0 && stop - row < ROWS && first + (stop - row) * ROW <= count) {
+      // The end of a warp's rows: as many loads at once as there are.
+      const uint4* __restrict__ from = vectors + row * 32 + lane;
+      int left = (int)(stop - row);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        v[i] = {0, 0, 0, 0};
+        if (i < left) v[i] = from[i * 32];
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) v[i] = row + i < stop ? vector((row + i) * 32 + lane) : uint4{0, 0, 0, 0};
@@ -293,7 +302,8 @@ __device__ inline bool is_last(uint32* ticket, bool any, bool* found) {
   if (threadIdx.x == 0) {
     __threadfence();
     before = atomicAdd(ticket, any ? 0x10001u : 1u);
-    __threadfence();
+    // Only then is anything read that other blocks have written.
+    if (any || before >> 16 != 0) __threadfence();
   }
   __syncthreads();
   if ((before & 0xffffu) + 1 != gridDim.x) return false;
@@ -349,7 +359,10 @@ template <class Format, bool SUMS>
 __device__ void find_invalid(int* flags, int* records, int* marks, uint32* ticket, double* cells,
                              const typename Format::Bits* flat, int64 count, const int64* offsets, int64 segments,
                              Share share, const double* inv_scale) {
-  Unscale<Format> unscale = Unscale<Format>::of(inv_scale);
+  // Long before the ticket, whose fence waits for it.
+  int* record = records + 2 * blockIdx.x;
+  if (threadIdx.x == 0) record[0] = -1;
+  Unscale<Format> unscale = {1, false};
   Run<Format> run = Run<Format>::of(flat, count);
   int64 warp = (int64)blockIdx.x * WARPS + threadIdx.x / 32;
   int64 begin = share.start(warp), stop = share.start(warp + 1);
@@ -358,8 +371,11 @@ __device__ void find_invalid(int* flags, int* records, int* marks, uint32* ticke
   for (int64 row = begin; row < stop; row += ROWS) {
     uint4 v[ROWS];
     run.read(v, row, stop);
-    // The loads are under way.
-    if (SUMS && row == begin) sums.start(row * run.ROW - run.lead);
+    // The loads are under way; what else is read from memory must not delay them.
+    if (row == begin) {
+      unscale = Unscale<Format>::of(inv_scale);
+      if (SUMS) sums.start(row * run.ROW - run.lead);
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) hit |= Format::any_invalid(v[i]);
     if (unscale.above_one) {
@@ -370,8 +386,6 @@ __device__ void find_invalid(int* flags, int* records, int* marks, uint32* ticke
   }
   if (SUMS && begin < stop) sums.stop(stop * run.ROW - run.lead);
   bool any = __syncthreads_or(hit);
-  int* record = records + 2 * blockIdx.x;
-  if (threadIdx.x == 0) record[0] = -1;
   if (any && segments > 0) mark<Format>(record, marks, run, share, offsets, segments, unscale, begin, stop, hit);
   bool found;
   if (SUMS || ticket == nullptr || !is_last(ticket, any, &found)) return;

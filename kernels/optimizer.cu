@@ -37,27 +37,35 @@ __device__ inline int64 segment_of(const int64* offsets, int64 low, int64 high, 
   return low;
 }
 
-// The segments of two elements, by all threads of the block together: each round narrows the range THREADS times.
+// The segments of two elements, by all threads of the block together: each round narrows the range THREADS times. What a
+// round reads is under way at once. A barrier.
 __device__ inline void find_segments(int64* first, int64* last, const int64* offsets, int64 segments, int64 from,
                                      int64 to) {
   __shared__ int64 found[2];
   int64 low[2] = {0, 0};
   const int64 element[2] = {from, to};
-  for (int64 width = segments; width > 1;) {
+  const int64 NONE = 0x7fffffffffffffff;
+  int64 width = segments;
+  do {
     int64 step = (width + THREADS - 1) / THREADS;
+    int64 begin[2], end[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       int64 stop = low[k] + width < segments ? low[k] + width : segments;
       int64 here = low[k] + threadIdx.x * step;
-      int64 next = here + step;
-      if (here < stop && offsets[here] <= element[k] && !(next < stop && offsets[next] <= element[k])) found[k] = here;
+      begin[k] = here < stop ? offsets[here] : NONE;
+      end[k] = here + step < stop ? offsets[here + step] : NONE;
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if (begin[k] <= element[k] && element[k] < end[k]) found[k] = low[k] + threadIdx.x * step;
     }
     __syncthreads();
     low[0] = found[0];
     low[1] = found[1];
     __syncthreads();
     width = step;
-  }
+  } while (width > 1);
   *first = low[0];
   *last = low[1];
 }
@@ -79,14 +87,14 @@ __device__ inline void update_element(const Storage<T, Rule::STATES>& arrays, co
 }
 
 // The rule on `groups` groups of N elements from element `start` on, at which all arrays are aligned for a Pack. The last
-// chunk comes first: what a check of the gradients before has left of them in the cache is their end. `shared_rule` is
-// what thread 0 has written; it is read behind a barrier.
-template <int N, class T, class Rule>
-__device__ void update_groups(const Storage<T, Rule::STATES>& arrays, const Rule& shared_rule, const int64* offsets,
-                              const float* decay, int64 segments, int64 start, int64 groups) {
+// chunk comes first: what a check of the gradients before has left of them in the cache is their end. All threads call
+// fill(shared_rule) once, with their first loads under way; the rule is read behind a barrier.
+template <int N, class T, class Rule, class Fill>
+__device__ void update_groups(const Storage<T, Rule::STATES>& arrays, Rule& shared_rule, const Fill& fill, bool decays,
+                              const int64* offsets, const float* decay, int64 segments, int64 start, int64 groups) {
   typedef Accumulator<T> A;
   const int64 CHUNK = THREADS * GROUPS;
-  bool stateful = arrays.state[0] != nullptr;
+  bool stateful = arrays.state[0] != nullptr, filled = false;
   for (int64 chunk = (groups + CHUNK - 1) / CHUNK - 1 - blockIdx.x; chunk >= 0; chunk -= gridDim.x) {
     int64 group = chunk * CHUNK + threadIdx.x;
     Pack<T, N> gradient[GROUPS];
@@ -102,18 +110,21 @@ __device__ void update_groups(const Storage<T, Rule::STATES>& arrays, const Rule
         if (stateful) state[k][u] = *(const Pack<A, N>*)(arrays.state[k] + element);
       }
     }
-    // While these are under way: the decay factor, one for the chunk wherever its segments have the same.
-    __syncthreads();
-    const Rule rule = shared_rule;
+    // While these are under way: the rule, and the decay factor, one for the chunk wherever its segments have the same.
+    if (!filled) fill(shared_rule);
+    filled = true;
     int64 first = 0, last = 0;
     bool mixed = false;
-    if (rule.weight != A(0)) {
+    if (decays) {
       int64 stop = (chunk + 1) * CHUNK < groups ? (chunk + 1) * CHUNK : groups;
       find_segments(&first, &last, offsets, segments, start + chunk * CHUNK * N, start + stop * N - 1);
       mixed = last - first > MAX_UNIFORM;
       for (int64 segment = first + 1; segment <= last && !mixed; ++segment) mixed = decay[segment] != decay[first];
+    } else {
+      __syncthreads();
     }
-    A uniform = rule.weight * (A)decay[first];
+    const Rule rule = shared_rule;
+    A uniform = decays ? rule.weight * (A)decay[first] : A(0);
 #pragma unroll
     for (int u = 0; u < GROUPS; ++u) {
       if (group + u * THREADS >= groups) continue;
@@ -153,13 +164,19 @@ __device__ void update_groups(const Storage<T, Rule::STATES>& arrays, const Rule
 __device__ inline bool is_aligned(const void* address, uint64 bytes) { return (uint64)address % bytes == 0; }
 
 // The rule on elements [offsets[0], offsets[segments]): by 16 bytes of master where all arrays are aligned alike, else one
-// by one. Block THREADS, any grid; fast with a block for each THREADS * GROUPS * 16 bytes of master.
-template <class T, class Rule>
-__device__ void update(const Storage<T, Rule::STATES>& arrays, const Rule& shared_rule, const int64* offsets,
-                       const float* decay, int64 segments) {
+// by one. fill(rule), called by all threads of a block, writes the rule by some of them: the last ones, which have the
+// fewest segments to look at. decays: there is weight decay. Block THREADS, any grid; fast with a block for each
+// THREADS * GROUPS * 16 bytes of master.
+template <class Rule, class T, class Fill>
+__device__ void update(const Storage<T, Rule::STATES>& arrays, const int* flags, const Fill& fill, bool decays,
+                       const int64* offsets, const float* decay, int64 segments) {
   typedef Accumulator<T> A;
   const int N = 16 / sizeof(A);
+  __shared__ Rule shared_rule;
   int64 begin = offsets[0], count = offsets[segments] - begin;
+  bool skipped = flags && flags[0] != 0;
+  // One condition, so that all that it needs is read at once.
+  if (skipped | (count == 0)) return;
   int64 head = (int64)((0 - (uint64)(arrays.master + begin)) % 16 / sizeof(A));
   if (head > count) head = count;
   int64 start = begin + head;
@@ -169,14 +186,15 @@ __device__ void update(const Storage<T, Rule::STATES>& arrays, const Rule& share
     if (arrays.state[0] != nullptr) together = together && is_aligned(arrays.state[k] + start, 16);
   }
   if (!together) {
-    update_groups<1>(arrays, shared_rule, offsets, decay, segments, begin, count);
+    update_groups<1>(arrays, shared_rule, fill, decays, offsets, decay, segments, begin, count);
     return;
   }
   int64 groups = (count - head) / N;
-  update_groups<N>(arrays, shared_rule, offsets, decay, segments, start, groups);
+  update_groups<N>(arrays, shared_rule, fill, decays, offsets, decay, segments, start, groups);
   // Fewer than N elements at either end.
   int64 body = groups * N, edge = count - body;
   if (blockIdx.x == 0 && edge > 0) {
+    if (groups == 0) fill(shared_rule);
     __syncthreads();
     if (threadIdx.x < edge) {
       int64 element = begin + (threadIdx.x < head ? threadIdx.x : threadIdx.x + body);
@@ -187,7 +205,7 @@ __device__ void update(const Storage<T, Rule::STATES>& arrays, const Rule& share
 
 // --- rules ------------------------------------------------------------------------------------------------------------
 //
-// A rule's fields are written by thread 0 of each block. apply() gets an element of the master, its unscaled gradient, its
+// A rule's fields are written once a block. apply() gets an element of the master, its unscaled gradient, its
 // share of weight decay and its states, which it changes; it returns the new element.
 
 // velocity = momentum * velocity + share * g; master -= rate * (nesterov ? g + momentum * velocity : velocity).
@@ -255,9 +273,8 @@ __device__ void sgd_update(Accumulator<T>* master, T* data, const T* grad, Accum
                            const double* inv_scale, const double* clip, const int* flags, double momentum,
                            double dampening, double weight_decay, int nesterov, int64 segments) {
   typedef Accumulator<T> A;
-  if (segments == 0 || (flags && flags[0] != 0)) return;
-  __shared__ Sgd<A> rule;
-  if (threadIdx.x == 0) {
+  auto fill = [&](Sgd<A>& rule) {
+    if (threadIdx.x != THREADS - 1) return;
     rule.rate = (A)lr[0];
     rule.unscale = (A)factor_of(inv_scale, clip);
     rule.weight = (A)weight_decay;
@@ -265,8 +282,8 @@ __device__ void sgd_update(Accumulator<T>* master, T* data, const T* grad, Accum
     rule.share = (A)(steps && steps[0] == 0 ? 1.0 : 1.0 - dampening);
     rule.moving = velocity != nullptr;
     rule.nesterov = nesterov;
-  }
-  update<T>(Storage<T, 1>{master, data, grad, {velocity}}, rule, offsets, decay, segments);
+  };
+  update<Sgd<A>>(Storage<T, 1>{master, data, grad, {velocity}}, flags, fill, weight_decay != 0.0, offsets, decay, segments);
 }
 
 // As Adam says, in step t = steps + 1. decoupled: weight decay shrinks the master by lr * weight_decay * decay[segment]
@@ -278,9 +295,10 @@ __device__ void adam_update(Accumulator<T>* master, T* data, const T* grad, Accu
                             double beta1, double beta2, double eps, double weight_decay, int decoupled,
                             int64 segments) {
   typedef Accumulator<T> A;
-  if (segments == 0 || (flags && flags[0] != 0)) return;
-  __shared__ Adam<A> rule;
-  if (threadIdx.x == 0) {
+  auto fill = [&](Adam<A>& rule) {
+    // A warp each for the two powers, which take as long as a read from memory.
+    if (threadIdx.x == THREADS - 33) rule.inverse_root = (A)(1.0 / sqrt(1.0 - power(beta2, steps[0] + 1)));
+    if (threadIdx.x != THREADS - 1) return;
     int64 step = steps[0] + 1;
     rule.rate = (A)(lr[0] / (1.0 - power(beta1, step)));
     rule.unscale = (A)factor_of(inv_scale, clip);
@@ -289,10 +307,10 @@ __device__ void adam_update(Accumulator<T>* master, T* data, const T* grad, Accu
     rule.beta2 = (A)beta2;
     rule.rest2 = (A)(1.0 - beta2);
     rule.eps = (A)eps;
-    rule.inverse_root = (A)(1.0 / sqrt(1.0 - power(beta2, step)));
     rule.decoupled = decoupled;
-  }
-  update<T>(Storage<T, 2>{master, data, grad, {exp_avg, exp_avg_sq}}, rule, offsets, decay, segments);
+  };
+  update<Adam<A>>(Storage<T, 2>{master, data, grad, {exp_avg, exp_avg_sq}}, flags, fill, weight_decay != 0.0, offsets,
+                  decay, segments);
 }
 
 #define UPDATES_OF(name, T)                                                                                           \

@@ -37,7 +37,7 @@ def new_ticket(place: Device) -> Array:
     """Makes what lets the searches of one caller be one launch each.
 
     Args:
-        place: a CUDA device.
+        place: the searches' device.
 
     Returns:
         uint32, (1,), zero; owned by the caller. Two searches that may run at the same time need two.

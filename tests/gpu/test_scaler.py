@@ -240,7 +240,8 @@ def test_the_host_is_told_while_the_device_is_behind(cupy):
         # Every third step is looked at: 3, 6 and 9.
         with pytest.raises(FlcudaError, match="5 steps in a row up to step 9 "):
             case.step()
-    assert case.scaler.state_dict()["consecutive_skips"] == 7
+        # The step that raised was done all the same. Read on its stream: nothing else waits for it.
+        assert case.scaler.state_dict()["consecutive_skips"] == 7
 
 
 def test_the_ring_brings_what_was_sent(cupy, rng):

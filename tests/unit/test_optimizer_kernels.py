@@ -1,12 +1,10 @@
 """The kernels of the optimizer step, compiled for a processor and launched by the ops, against NumPy and formulas."""
 
-import ctypes
 import functools
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import host_kernels
 import numpy as np
 import pytest
 from helpers import TOLERANCES, bits
@@ -15,20 +13,13 @@ from hypothesis import strategies as st
 from step_cases import PlainScaler
 from update_cases import RULES, Update, assert_updated, random_update
 
-from flcuda import kernel_loader
 from flcuda.ops import optimizer
 
 
 @functools.cache
 def library(folder: Path) -> Any:
-    for header in ("cuda_fp16.h", "cuda_bf16.h"):
-        (folder / header).touch()
-    source = Path(__file__).with_name("optimizer_on_host.cpp")
     # No contraction to fused products and sums, and no assumption about types in memory: as NumPy computes.
-    options = ("-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
-    folders = (f"-I{folder}", f"-I{kernel_loader.kernel_dir()}")
-    subprocess.run(["g++", *options, "-o", folder / "optimizer.so", source, *folders], check=True)
-    return ctypes.CDLL(str(folder / "optimizer.so"))
+    return host_kernels.build("optimizer", folder, ("-ffp-contract=off", "-fno-strict-aliasing"))
 
 
 class Kernels:
@@ -44,14 +35,8 @@ class Kernels:
         self.launched.append(function)
         if 0 in grid:
             return
-        values = []
-        for a in arguments:
-            assert a is None or isinstance(a, np.ndarray | np.generic), (function, a)
-            address = a.__array_interface__["data"][0] if isinstance(a, np.ndarray) else 0
-            values.append(np.array(a) if isinstance(a, np.generic) else np.array(address, np.uint64))
-        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         blocks = min(grid[0], self._most_blocks or grid[0])
-        assert self._library.run(function.encode(), blocks, grid[1], *block, pointers) == 0, function
+        host_kernels.run(self._library, function, (blocks, grid[1]), block, arguments)
 
     def launch(self, file: str, function: str, count: int, *arguments: Any) -> None:
         self.launch_blocks(file, function, (-(-count // 256), 1), (256, 1), *arguments)
@@ -69,8 +54,6 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
     return tmp_path_factory.mktemp("kernels")
 
 
