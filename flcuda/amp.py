@@ -9,6 +9,7 @@ the copy has arrived. When all slots are on their way, because the host is far a
 tells as much. On the CPU device there is nothing to wait for, and every step is read at once.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -25,7 +26,7 @@ from flcuda.ops import elementwise, finite
 from flcuda.ops import optimizer as optimizer_ops
 from flcuda.ops.flags import join_flags
 from flcuda.optim import Optimizer
-from flcuda.parameters import Parameter
+from flcuda.parameters import Parameter, gradient_number
 
 STATE_VERSION = 2
 MAX_SCALE = 2.0**126
@@ -52,7 +53,10 @@ def find_invalid(arrays: Iterable[Any]) -> Array:
     Raises:
         TypeError: one is no array, or of another dtype; names it by its index.
         ValueError: they are on different devices, or on a CUDA device that is not the current one.
+        FlcudaError: a CUDA graph is being captured, which cannot hold the copy of the arrays' addresses.
     """
+    if hasattr(arrays, "shape") or hasattr(arrays, "__dlpack__"):
+        raise TypeError(f"arrays: a single {type(arrays).__name__}; pass a list of arrays")
     return finite.find_invalid_list(list(arrays))
 
 
@@ -109,6 +113,21 @@ def _pinned_slots(capacity: int) -> list[Slot]:
     return [_PinnedSlot(memory, i * capacity, capacity) for i in range(NEWS_SLOTS)]
 
 
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """Where a check leaves its outcome on the device.
+
+    Attributes:
+        names: of the arrays that are looked at.
+        parts: int32, (2 + n_i,) an arena, as ``find_invalid`` leaves it; empty where there are no arenas.
+        flags: int32, (2 + n,), the parts in one; the part itself when there is one.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Array, ...]
+    flags: Array
+
+
 @dataclass(frozen=True)
 class News:
     """The scaler as it was after a step.
@@ -116,11 +135,13 @@ class News:
     Attributes:
         scale: the scale.
         counters: good steps, skipped steps, skips in a row, all steps.
-        invalid: names of the parameters with an invalid gradient in that step.
+        flagged: a check found its step invalid.
+        invalid: names of the parameters with an invalid gradient in such a step.
     """
 
     scale: float
     counters: tuple[int, ...]
+    flagged: bool
     invalid: tuple[str, ...]
 
 
@@ -134,39 +155,47 @@ class Ring:
     def __init__(self, make_slots: Callable[[int], list[Slot]] = _pinned_slots) -> None:
         self._make_slots = make_slots
         self._slots: list[Slot] = []
+        # To free pinned memory is to wait for the device.
+        self._outgrown: list[list[Slot]] = []
         self._capacity = 0
         self._next = 0
-        self._on_the_way: list[tuple[Slot, tuple[str, ...], bool]] = []
+        self._on_the_way: list[tuple[Slot, tuple[Checked, ...], bool]] = []
 
-    def send(self, state: Array, flags: Array, names: tuple[str, ...]) -> bool:
+    def reserve(self, checks: Sequence[Checked]) -> None:
+        """Makes slots for what `send` will be given, where those there are too small; it may wait for the device.
+
+        Args:
+            checks: as for `send`.
+        """
+        size = 8 * _STATE_WORDS + sum(check.flags.nbytes for check in checks)
+        if size > self._capacity:
+            self._outgrown.append(self._slots)
+            self._capacity = max(4096, 1 << (size - 1).bit_length())
+            self._slots = self._make_slots(self._capacity)
+            self._next = 0
+
+    def send(self, state: Array, checks: Sequence[Checked]) -> bool:
         """Queues a copy on the current stream, if there is a slot for it.
 
         Args:
             state: int64, as ``DynamicScaler`` keeps it.
-            flags: int32, as ``find_invalid`` leaves it.
-            names: of the arrays that the flags are of.
+            checks: whose flags are sent with it.
 
         Returns:
             False when all slots are on their way.
         """
-        size = state.nbytes + flags.nbytes
-        if size > self._capacity:
-            if self._on_the_way:
-                return False
-            self._capacity = max(4096, 1 << (size - 1).bit_length())
-            self._slots = self._make_slots(self._capacity)
-            self._next = 0
-        if len(self._on_the_way) == len(self._slots):
-            return False
+        self.reserve(checks)
         slot = self._slots[self._next]
+        if any(taken is slot for taken, _, _ in self._on_the_way):
+            return False
         self._next = (self._next + 1) % len(self._slots)
-        slot.fetch((state, flags))
-        self._on_the_way.append((slot, names, True))
+        slot.fetch((state, *(check.flags for check in checks)))
+        self._on_the_way.append((slot, tuple(checks), True))
         return True
 
     def forget(self) -> None:
         """Makes what is on its way not be told any more; its slots stay taken until it has arrived."""
-        self._on_the_way = [(slot, names, False) for slot, names, _ in self._on_the_way]
+        self._on_the_way = [(slot, checks, False) for slot, checks, _ in self._on_the_way]
 
     def receive(self) -> News | None:
         """Takes the oldest copy off the ring if it has arrived; never waits.
@@ -175,22 +204,37 @@ class Ring:
             What it says; None when none has arrived.
         """
         while self._on_the_way and self._on_the_way[0][0].done():
-            slot, names, wanted = self._on_the_way.pop(0)
+            slot, checks, wanted = self._on_the_way.pop(0)
             if wanted:
                 content = slot.read()
-                state = content[: 8 * _STATE_WORDS].view(np.int64)
-                flags = content[8 * _STATE_WORDS :][: 4 * (2 + len(names))].view(np.int32)
-                return _news(state, flags, names)
+                ends = np.cumsum([8 * _STATE_WORDS, *(4 * (2 + len(check.names)) for check in checks)]).tolist()
+                flags = [content[s:e].view(np.int32) for s, e in itertools.pairwise(ends)]
+                return _news(content[: ends[0]].view(np.int64), flags, checks)
         return None
 
 
 _STATE_WORDS = 2 + len(_COUNTERS)
 
 
-def _news(state: NDArray[np.int64], flags: NDArray[np.int32], names: tuple[str, ...]) -> News:
+def _news(state: NDArray[np.int64], flags: Sequence[NDArray[np.int32]], checks: Sequence[Checked]) -> News:
     scale = float(state[:1].view(np.float64)[0])
-    invalid = tuple(names[i] for i in np.flatnonzero(flags[2:]).tolist())
-    return News(scale, tuple(state[2:].tolist()), invalid)
+    flagged = [(check.names, given[2:]) for check, given in zip(checks, flags, strict=True) if given[0]]
+    invalid = tuple(names[i] for names, given in flagged for i in np.flatnonzero(given).tolist())
+    return News(scale, tuple(state[2:].tolist()), bool(flagged), invalid)
+
+
+class _Scaled(F.Scale):
+    """A loss times a scaler's scale, which tells the scaler when its backward runs."""
+
+    def forward(self, x: Array, s: float | Array, tell: Callable[[], None]) -> Array:  # type: ignore[override]
+        """Computes x * s."""
+        self.tell = tell
+        return super().forward(x, s)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        """Scales the gradient."""
+        self.tell()
+        return super().backward(grad)
 
 
 class DynamicScaler:
@@ -213,14 +257,25 @@ class DynamicScaler:
             optimizer.step()
         optimizer.zero_grad()
 
+    The optimizer learns of the scale by ``unscale`` only: its ``step`` without that takes the scaled gradients as they
+    are, which it cannot notice. Nor may a loss that was not scaled go backward into the same gradients.
+
     For micro-batches, ``scale(loss).backward()`` each, the last one by ``step`` if one likes. An invalid one makes the
     whole step invalid.
 
-    A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew. After
-    replays call ``poll``, which does not wait, or ``check``, which does.
+    Each optimizer needs a scaler of its own, and each scaler one optimizer (or another one later): the gradients of
+    one step must all have one scale. A second optimizer is refused where it is noticed, while the gradients of the
+    first wait for their step; so is one whose gradients another scaler, or none, has scaled, by ``step``.
+
+    A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew. Capture
+    it with a memory pool of its own (``cupy.cuda.using_allocator(pool.malloc)``) that lives as long as the graph: what
+    a step takes from the pool and gives back, replays use again. After replays call ``poll``, which does not wait, or
+    ``check``, which does.
 
     Everything is queued on CuPy's current stream, and what waits for the device waits for that stream: call all of a
     scaler on the stream of the steps.
+
+    A copy (``copy.deepcopy``, ``pickle``) has the state of ``state_dict`` in storage of its own, and begins a new step.
 
     Args:
         init_scale: the first scale.
@@ -268,9 +323,12 @@ class DynamicScaler:
         self._device: Device | None = None
         self._order: Literal["ready", "scaled", "unscaled"] = "ready"
         self._optimizer: Optimizer | None = None
-        self._flags: Array | None = None
-        self._parts: list[Array] = []
-        self._names: tuple[str, ...] = ()
+        self._tensors: list[Tensor] = []
+        # When the first backward of a scaled loss since the last step ran.
+        self._scaled_at: int | None = None
+        # One for each set of arenas, by the names in them, and kept: a CUDA graph may have captured its check.
+        self._checks: dict[tuple[tuple[str, ...], ...], Checked] = {}
+        self._last: Checked | None = None
         self._ring = Ring()
         self._late = False
         self._steps_since_news = 0
@@ -292,6 +350,9 @@ class DynamicScaler:
                 self._ticket: Array | None = finite.new_ticket(place) if place.kind == "cuda" else None
             self._device = place
             self._late = place.kind == "cuda"
+            if self._late:
+                with place.use():
+                    self._ring.reserve(())
             self._write()
         elif place != self._device:
             raise ValueError(f"loss: is on {place}, and this scaler's state on {self._device}")
@@ -321,17 +382,17 @@ class DynamicScaler:
 
     @property
     def is_invalid_array(self) -> Array:
-        """The flags of the last check, on the device.
+        """The flags of the last check, on the device; the next check overwrites them.
 
         int32, (2 + n,): whether the step is invalid, the index of the first invalid parameter (n when there is none),
-        and one 0 or 1 for each of the n parameters, in the order of the optimizer's arenas.
+        and one 0 or 1 for each of the n parameters, in the order of the optimizer's arenas. Copy what is to last.
 
         Raises:
             FlcudaError: nothing was checked yet.
         """
-        if self._flags is None:
+        if self._last is None:
             raise FlcudaError("is_invalid_array: no gradient was checked yet")
-        return self._flags
+        return self._last.flags
 
     def _require(self, call: str, *allowed: str) -> None:
         if self._order in allowed:
@@ -355,100 +416,122 @@ class DynamicScaler:
             The scaled loss.
 
         Raises:
-            TypeError: the loss is of 16 bits, which most scales would overflow.
+            TypeError: the loss is no Tensor, or of 16 bits, which most scales would overflow.
             ValueError: the loss has several elements, is on another device than before, or is scaled already.
             FlcudaError: wrong order of calls.
         """
         self._require("scale", "ready", "scaled")
         self._check_loss(loss)
+        self._on(loss.device)
+        scaled = _Scaled.apply(loss, s=self._scale, tell=self._backward_runs)
         self._order = "scaled"
-        return F.scale(loss, self._scale)
+        return scaled
+
+    def _backward_runs(self) -> None:
+        if self._scaled_at is None:
+            self._scaled_at = gradient_number()
 
     def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: {type(loss).__name__} is no Tensor")
         if loss.dtype.name not in ("float32", "float64"):
             raise TypeError(
                 f"loss: has dtype {loss.dtype.name}; float32 or float64 is needed (F.cross_entropy gives it)"
             )
         if loss.data.size != 1:
             raise ValueError(f"loss: has shape {loss.shape}, not one element")
-        self._on(loss.device)
-        if isinstance(loss._node, F.Scale) and loss._node.s is self._scale:
+        if isinstance(loss._node, _Scaled):
             raise ValueError("loss: is scaled already; call backward on it, or pass the loss as it was before scale")
+
+    def _check_optimizer(self, call: str, optimizer: Optimizer, place: Device) -> None:
+        if optimizer.device != place:
+            raise ValueError(f"optimizer: is on {optimizer.device}, and the loss on {place}")
+        optimizer.require_current(call)
+        if self._scaled_at is not None and optimizer.last_gradient < self._scaled_at:
+            raise FlcudaError(
+                f"{call}: the losses that were scaled since the last step gave this optimizer's parameters no "
+                "gradient; they are another one's, which needs a scaler of its own"
+            )
 
     def unscale(self, target: Optimizer | Iterable[Tensor]) -> None:
         """Looks for invalid gradients and unscales them; the host does not wait.
 
         Given an optimizer, the gradients stay as they are and its next step unscales them in float32 on the way: those
-        of 16 bits would underflow in place. That step is skipped when one is invalid. Given tensors, their gradients
-        are multiplied in place, then looked at.
+        of 16 bits would underflow in place. Steps until its zero_grad are skipped when one is invalid. Given tensors,
+        their gradients are multiplied in place, then looked at.
+
+        A backward into the optimizer's gradients between here and its step makes the step an error. What else changes
+        them (clipping by hand) is not looked at again: with the optimizer's max_norm a norm that is no longer finite
+        skips the step, else see to it that they stay finite.
 
         Args:
             target: the optimizer, or leaf tensors of float32 or float64; one without a gradient counts as valid.
 
         Raises:
-            TypeError: a tensor is of 16 bits.
-            FlcudaError: wrong order of calls.
+            TypeError: target is neither, or a tensor is of 16 bits.
+            ValueError: the optimizer is on another device than the loss.
+            FlcudaError: wrong order of calls; the model's arenas were built anew since the optimizer was made; or the
+                scaled losses gave it no gradient, which was another one's.
         """
         self._require("unscale", "scaled")
         assert self._device is not None
         with self._device.use():
             if isinstance(target, Optimizer):
-                self._optimizer = target
-                self._look_at_arenas(target)
-                target.check_norm(self._inv_scale, self.is_invalid_array)
+                self._check_optimizer("unscale", target, self._device)
+                check = self._check_of(target)
+                self._look_at_arenas(target, check)
+                target.check_norm(self._inv_scale, check.flags)
                 # Copies: adjust_scale_factor may change the scale before the step, the next check the flags.
-                target.inv_scale = self._inv_scale.copy()
-                target.flags = self.is_invalid_array.copy()
+                target.unscaled(self._inv_scale.copy(), check.flags.copy())
+                self._optimizer = target
             else:
-                self._optimizer = None
-                # Each once: a shared one would be unscaled twice.
-                self._unscale_tensors(list({id(t): t for t in target}.values()))
+                self._unscale_tensors(_tensors(target))
         self._order = "unscaled"
 
     def _unscale_tensors(self, tensors: list[Tensor]) -> None:
-        for i, t in enumerate(tensors):
-            if t.dtype.itemsize < 4:
-                raise TypeError(
-                    f"target: tensor {i} is {t.dtype.name}, which unscaling would underflow; pass the optimizer"
-                )
-        grads: list[Array] = []
-        names = []
-        for i, t in enumerate(tensors):
-            names.append((t.name if isinstance(t, Parameter) else "") or f"tensor {i}")
-            if t.grad is None:
-                grads.append(None)
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):
-                unscaled = elementwise.scale(t.grad, self._inv_scale)
-            if isinstance(t, Parameter):
-                elementwise.copy(unscaled, t.grad)
+        names = tuple((t.name if isinstance(t, Parameter) else "") or f"tensor {i}" for i, t in enumerate(tensors))
+        with np.errstate(over="ignore", invalid="ignore"):
+            unscaled = [None if t.grad is None else elementwise.scale(t.grad, self._inv_scale) for t in tensors]
+        check = Checked(names, (), _new_flags(len(names), self._device))
+        finite.find_invalid_list(unscaled, check.flags)
+        for t, grad in zip(tensors, unscaled, strict=True):
+            if isinstance(t, Parameter) and grad is not None:
+                elementwise.copy(grad, t.grad)
             else:
-                t.grad = unscaled
-            grads.append(unscaled)
-        self._names = tuple(names)
-        self._flags = _new_flags(len(names), self._device)
-        self._parts = []  # those of an optimizer, whose flags these are not
-        finite.find_invalid_list(grads, self._flags)
+                t.grad = grad
+        self._tensors = tensors
+        self._last = check
+        if self._late:
+            self._ring.reserve(self._all_checks())
 
-    def _look_at_arenas(self, optimizer: Optimizer) -> None:
-        sizes = [2 + len(arena.segments) for arena in optimizer.arenas]
-        if self._flags is None or [part.size for part in self._parts] != sizes:
+    def _check_of(self, optimizer: Optimizer) -> Checked:
+        names = tuple([tuple([segment.name for segment in arena.segments]) for arena in optimizer.arenas])
+        check = self._checks.get(names)
+        if check is None:
             if optimizer.device.kind == "cuda":
                 self._not_captured("the first step with these arenas")
-            self._parts = [_new_flags(size - 2, self._device) for size in sizes]
-            self._flags = (
-                self._parts[0] if len(self._parts) == 1 else _new_flags(sum(sizes) - 2 * len(sizes), self._device)
-            )
-        self._names = tuple(segment.name for arena in optimizer.arenas for segment in arena.segments)
-        all_sums = optimizer.sums or [None] * len(sizes)
-        for arena, part, sums in zip(optimizer.arenas, self._parts, all_sums, strict=True):
+            parts = tuple(_new_flags(len(part), self._device) for part in names)
+            together = tuple(itertools.chain.from_iterable(names))
+            flags = parts[0] if len(parts) == 1 else _new_flags(len(together), self._device)
+            check = self._checks[names] = Checked(together, parts, flags)
+            if self._late:
+                self._ring.reserve(self._all_checks())
+        return check
+
+    def _all_checks(self) -> tuple[Checked, ...]:
+        # The last is of tensors, or one of the others.
+        return tuple({id(check): check for check in (*self._checks.values(), self._last) if check is not None}.values())
+
+    def _look_at_arenas(self, optimizer: Optimizer, check: Checked) -> None:
+        all_sums = optimizer.sums or [None] * len(check.parts)
+        for arena, part, sums in zip(optimizer.arenas, check.parts, all_sums, strict=True):
             arena.fill_missing()
             finite.find_invalid(
                 arena.grad, arena.offsets, part, sums=sums, inv_scale=self._inv_scale, ticket=self._ticket
             )
-        optimizer.sums_are_current = optimizer.sums is not None
-        if len(self._parts) > 1:
-            join_flags(self._parts, self._flags)
+        if len(check.parts) > 1:
+            join_flags(check.parts, check.flags)
+        self._last = check
 
     def _update(self) -> None:
         optimizer_ops.scaler_update(
@@ -468,8 +551,9 @@ class DynamicScaler:
         """Applies the rule and says whether the gradients are valid; waits for the device.
 
         When they are not, the optimizer given to unscale has had its gradients forgotten and its model's pending
-        batch-norm statistics put back, and until its zero_grad a step changes nothing. (With tensors given to unscale,
-        do not step, and call the model's discard_statistics.)
+        batch-norm statistics put back, and until its zero_grad a step changes nothing. Tensors given to unscale have
+        had their gradients forgotten, too, so that the batch can be repeated; no optimizer and no model is known then:
+        do not step, and call the model's discard_statistics.
 
         Returns:
             True when all gradients were finite.
@@ -483,16 +567,25 @@ class DynamicScaler:
             self._update()
             valid = int(self.is_invalid_array[0]) == 0
             if not valid and self._optimizer is not None:
-                flags = self._optimizer.flags
-                self._optimizer.zero_grad()
-                self._optimizer.flags = flags
+                # Not by its zero_grad, which would forget that a step is to be skipped.
+                for arena in self._optimizer.arenas:
+                    arena.zero_grad()
                 for statistics in self._optimizer.statistics:
                     statistics.discard()
+            if not valid:
+                for t in self._tensors:
+                    t.grad = None
+        self._begin()
+        if not valid:
+            self._judge(self._latest(self._last_check()))
+        return valid
+
+    def _begin(self) -> None:
+        """Begins a new step."""
         self._order = "ready"
         self._optimizer = None
-        if not valid:
-            self.check()
-        return valid
+        self._tensors = []
+        self._scaled_at = None
 
     # --- without waiting
 
@@ -507,25 +600,38 @@ class DynamicScaler:
             loss: one element, float32 or float64.
 
         Raises:
-            TypeError: the loss is of 16 bits.
-            ValueError: the loss has several elements, is on another device than before, or is scaled already.
-            FlcudaError: wrong order of calls; max_consecutive_skips invalid steps in a row, this one or an earlier one
-                the last (this step is done all the same); or a CUDA graph is being captured and no step was
-                done before.
+            TypeError: optimizer is none, the loss is no Tensor, or it is of 16 bits.
+            ValueError: the loss has several elements, is on another device than before or than the optimizer, or is
+                scaled already.
+            FlcudaError: wrong order of calls; the optimizer has gradients that this scaler did not scale, or the losses
+                that it did scale gave it none; the model's arenas were built anew since the optimizer was made;
+                max_consecutive_skips invalid steps in a row, this one or an earlier one the last (this step is done
+                all the same); or a CUDA graph is being captured and no step was done before.
         """
         self._require("step", "ready", "scaled")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer: {type(optimizer).__name__} is no Optimizer")
         self._check_loss(loss)
+        self._check_optimizer("step", optimizer, loss.device)
+        if self._scaled_at is None and optimizer.has_gradients():
+            raise FlcudaError(
+                "step: the optimizer has gradients that this scaler did not scale (of a backward without scale, or of "
+                "another scaler), which do not go with those of this loss; call its zero_grad"
+            )
+        self._on(loss.device)
         assert self._device is not None
         with self._device.use():
+            check = self._check_of(optimizer)
             loss.backward(elementwise.cast(self._scale, loss.dtype).reshape(loss.shape))
-            self._look_at_arenas(optimizer)
-            optimizer.inv_scale = self._inv_scale
-            optimizer.step(flags=self.is_invalid_array)
+            self._look_at_arenas(optimizer, check)
+            # Nobody can change a gradient between the check and the update.
+            optimizer.apply(self._inv_scale, check.flags, sums_are_current=True)
             self._update()
         optimizer.zero_grad()
-        self._order = "ready"
+        self._begin()
         self._steps_since_news += 1
-        self._poll(self._steps_since_news >= min(NEWS_INTERVAL, self.max_consecutive_skips))
+        send = self._steps_since_news >= min(NEWS_INTERVAL, self.max_consecutive_skips)
+        self._poll(send, self._last_check())
 
     def poll(self) -> None:
         """Looks whether too many steps were skipped in a row, without waiting: at what has arrived of earlier steps.
@@ -535,20 +641,22 @@ class DynamicScaler:
         Raises:
             FlcudaError: max_consecutive_skips or more; names scale, step and parameters.
         """
-        self._poll(send=True)
+        # Which of the captured steps was replayed is not known here, only what the device says.
+        self._poll(True, self._all_checks())
 
-    def _poll(self, send: bool) -> None:
-        if self._device is None or self._flags is None:
-            return
-        if not self._late:
-            self._judge(_news(self._state, self._flags, self._names))
+    def _last_check(self) -> tuple[Checked, ...]:
+        return () if self._last is None else (self._last,)
+
+    def _poll(self, send: bool, checks: Sequence[Checked]) -> None:
+        if self._device is None or not self._late:
+            self._judge(self._latest(checks))
             return
         with self._device.use():
             if devices.is_capturing():
                 return
             while (news := self._ring.receive()) is not None:
                 self._judge(news)
-            if send and self._ring.send(self._state, self._flags, self._names):
+            if send and self._ring.send(self._state, checks):
                 self._steps_since_news = 0
 
     def check(self) -> None:
@@ -557,10 +665,15 @@ class DynamicScaler:
         Raises:
             FlcudaError: max_consecutive_skips or more; names scale, step and parameters.
         """
-        if self._device is None or self._flags is None:
-            return
-        state, flags = (a.get() if devices.is_cuda(a) else a for a in (self._state, self._flags))
-        self._judge(_news(state, flags, self._names))
+        self._judge(self._latest(self._all_checks()))
+
+    def _latest(self, checks: Sequence[Checked]) -> News:
+        """Reads the state, and the flags of checks; waits for the device."""
+        if self._device is None:
+            return News(self._host_scale, tuple(self._host_counters), False, ())
+        arrays = (self._state, *(check.flags for check in checks))
+        state, *flags = (a.get() if devices.is_cuda(a) else a for a in arrays)
+        return _news(state, flags, checks)
 
     def _judge(self, news: News) -> None:
         _, _, skips, steps = news.counters
@@ -571,10 +684,11 @@ class DynamicScaler:
         shown = ", ".join(repr(name) for name in news.invalid[:_NAMES_SHOWN])
         more = f" and {len(news.invalid) - _NAMES_SHOWN} more" if len(news.invalid) > _NAMES_SHOWN else ""
         found = f"invalid in {shown}{more}" if shown else "finite one by one, but the norm of all together is not"
+        where = f"In that step gradients were {found}" if news.flagged else "That is what the loaded state says"
         raise FlcudaError(
             f"{skips} steps in a row up to step {steps} had invalid gradients and were skipped; the scale is "
-            f"{news.scale:g} (its floor {self.min_scale:g}). In that step gradients were {found}. The loss or the data "
-            "is not finite, or the learning rate is too high"
+            f"{news.scale:g} (its floor {self.min_scale:g}). {where}. The loss or the data is not finite, or the "
+            "learning rate is too high"
         )
 
     # --- state dicts
@@ -598,13 +712,21 @@ class DynamicScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the state in place, between two steps; on an error nothing has changed.
 
+        A CUDA graph that has captured a step goes on with the state, but keeps the arguments of the rule that it was
+        captured with.
+
         Args:
-            state: as ``state_dict`` gave it.
+            state: as ``state_dict`` gave it; of version 1, which did not count all steps, too.
 
         Raises:
             ValueError: a key is missing or unknown, the version is another, or a number is out of range.
-            TypeError: a value is no number.
+            TypeError: the state is no mapping, or a value is no number.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: {state!r} is no mapping")
+        if state.get("version") == 1 and "skipped_steps" in state:
+            # As many steps there have been at least.
+            state = {"steps": state["skipped_steps"], **state, "version": STATE_VERSION}
         keys = ("version", "scale", *_COUNTERS, *_RULE)
         if state.get("version", STATE_VERSION) != STATE_VERSION:
             raise ValueError(f"state: version {state['version']!r} is not {STATE_VERSION}")
@@ -612,24 +734,54 @@ class DynamicScaler:
         faults += [f"unexpected key: {key}" for key in state if key not in keys]
         if faults:
             raise ValueError("state: does not fit the scaler\n  " + "\n  ".join(faults))
-        checked = DynamicScaler(init_scale=state["scale"], **{name: state[name] for name in _RULE})
+        checked = DynamicScaler(init_scale=state["min_scale"], **{name: state[name] for name in _RULE})
+        scale = F.number("scale", state["scale"], checked.min_scale, checked.max_scale)
         counters = [F.count(name, state[name], least=0) for name in _COUNTERS]
         for name in _RULE:
             setattr(self, name, getattr(checked, name))
-        self._order = "ready"
-        self._optimizer = None
-        self._host_scale = float(state["scale"])
+        self._begin()
+        self._host_scale = scale
         self._host_counters = counters
         self._ring.forget()
         self._steps_since_news = 0
         if self._device is not None:
             self._write()
+            with self._device.use():
+                for check in self._all_checks():
+                    _clear(check.flags)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.load_state_dict(state)
 
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "max_consecutive_skips")
 
 
 def _new_flags(arrays: int, place: Device | None) -> Array:
-    flags = devices.zeros((2 + arrays,), np.int32, device=place)
-    flags[1:2] = arrays
+    flags = devices.empty((2 + arrays,), np.int32, device=place)
+    _clear(flags)
     return flags
+
+
+def _clear(flags: Array) -> None:
+    flags[...] = 0
+    flags[1:2] = flags.size - 2
+
+
+def _tensors(target: Any) -> list[Tensor]:
+    """Lists the tensors of a target of `unscale`, each once: a shared one would be unscaled twice."""
+    if isinstance(target, Tensor) or not isinstance(target, Iterable):
+        raise TypeError(f"target: {type(target).__name__} is neither an Optimizer nor a list of tensors")
+    tensors = list({id(t): t for t in list(target)}.values())
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"target: element {i} is a {type(t).__name__} and no Tensor")
+        if t.dtype.itemsize < 4:
+            raise TypeError(
+                f"target: tensor {i} is {t.dtype.name}, which unscaling would underflow; pass the optimizer"
+            )
+    return tensors

@@ -744,7 +744,7 @@ def correct_count(logits: Any, target: Any) -> Array:
 
 
 def count(name: str, value: Any, least: int = 1) -> int:
-    """Checks a whole number.
+    """Checks a whole number that an int64 can hold.
 
     Args:
         name: the argument's name.
@@ -756,12 +756,14 @@ def count(name: str, value: Any, least: int = 1) -> int:
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is less.
+        ValueError: it is less, or more than an int64 holds.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name}: {value!r} is no whole number")
     if value < least:
         raise ValueError(f"{name}: {value} is less than {least}")
+    if value >= 2**63:
+        raise ValueError(f"{name}: {value} is more than 2**63 - 1")
     return int(value)
 
 

@@ -47,13 +47,11 @@ class Optimizer:
         arenas, statistics: the model's.
         device: where they are.
         weight_decay: applies to parameters whose ``decay`` is true (all, unless said otherwise).
-        max_norm: above it the norm of all gradients together, unscaled, is brought down to it; None for no clipping.
-        inv_scale: float64, one element, on the device, or None: what the next step multiplies gradients by.
-        flags: int32, as ``find_invalid`` leaves it, on the device, or None: whether the next step counts. Both are set
-            by ``DynamicScaler.unscale`` and used once; ``zero_grad`` forgets them.
+        inv_scale: float64, one element, on the device, or None: what a step multiplies gradients by.
+        flags: int32, as ``find_invalid`` leaves it, on the device, or None: whether a step counts. Both are set by
+            ``DynamicScaler.unscale`` and hold until ``zero_grad``.
         sums: None without max_norm; else for each arena float64, (n,): where a check of the gradients before the step
             may write each segment's sum of squares.
-        sums_are_current: such a check did so, and the step need not read the gradients for them; used once.
         steps: int64, (1,), on the device: the valid steps so far, where the formula needs them (see ``counts_steps``).
     """
 
@@ -72,7 +70,7 @@ class Optimizer:
         self.weight_decay = weight_decay
         self.inv_scale: Array | None = None
         self.flags: Array | None = None
-        self.sums_are_current = False
+        self._unscaled_at: int | None = None
         with self.device.use():
             xp = self.device.xp
             self._decay = [
@@ -84,8 +82,13 @@ class Optimizer:
         self._set_max_norm(max_norm)
         self.lr = lr
 
+    @property
+    def max_norm(self) -> float | None:
+        """Above it the norm of all gradients together, unscaled, is brought down to it; None for no clipping."""
+        return self._max_norm
+
     def _set_max_norm(self, max_norm: float | None) -> None:
-        self.max_norm = max_norm
+        self._max_norm = max_norm
         self.sums: tuple[Array, ...] | None = None
         if max_norm is None:
             return
@@ -117,15 +120,54 @@ class Optimizer:
         """Whether the formula needs the step count; where not, ``steps`` stays 0, which saves a launch."""
         return True
 
+    @property
+    def last_gradient(self) -> int:
+        """The ``gradient_number`` of the latest gradient that a backward gave one of the parameters; 0 before any."""
+        return max(arena.last_gradient for arena in self.arenas)
+
+    def has_gradients(self) -> bool:
+        """Says whether a parameter has a gradient."""
+        return any(p.grad is not None for arena in self.arenas for p in arena.parameters)
+
     def zero_grad(self) -> None:
         """Forgets all gradients and what ``DynamicScaler.unscale`` said of them; writes nothing."""
         self.inv_scale = self.flags = None
-        self.sums_are_current = False
+        self._unscaled_at = None
         for arena in self.arenas:
             arena.zero_grad()
 
+    def unscaled(self, inv_scale: Array, flags: Array) -> None:
+        """Takes what ``DynamicScaler.unscale`` says of the gradients; holds for every step until ``zero_grad``.
+
+        Args:
+            inv_scale: float64, one element, on the device: what a step multiplies gradients by; kept.
+            flags: int32, as ``find_invalid`` leaves it, on the device: whether a step counts; kept.
+        """
+        self.inv_scale = inv_scale
+        self.flags = flags
+        self._unscaled_at = self.last_gradient
+
+    def require_current(self, call: str) -> None:
+        """Refuses an optimizer whose model has other arenas by now.
+
+        Args:
+            call: what is refused, for the error.
+
+        Raises:
+            FlcudaError: the model's arenas were built anew since the optimizer was made.
+        """
+        for arena in self.arenas:
+            if not arena.is_current():
+                raise FlcudaError(
+                    f"{call}: the model's parameters moved to other arenas after this optimizer was made (modules or "
+                    "parameters were added, or the model became part of another one); make the optimizer last"
+                )
+
     def step(self, *, flags: Array | None = None) -> None:
         """Updates the parameters, and settles batch norm's pending statistics; the host does not wait.
+
+        A second step without ``zero_grad`` in between takes the same gradients again, unscaled and skipped as in the
+        first.
 
         Args:
             flags: int32, as ``find_invalid`` leaves it, on the device: if the first element is not 0, parameters,
@@ -134,25 +176,32 @@ class Optimizer:
                 the step invalid: the first element is set.
 
         Raises:
-            FlcudaError: the model's arenas were built anew since the optimizer was made.
+            FlcudaError: the model's arenas were built anew since the optimizer was made; or a backward has added to the
+                gradients after ``DynamicScaler.unscale`` looked at them.
         """
-        for arena in self.arenas:
-            if not arena.is_current():
-                raise FlcudaError(
-                    "step: the model's parameters moved to other arenas after this optimizer was made (modules or "
-                    "parameters were added, or the model became part of another one); make the optimizer last"
-                )
-        inv_scale = self.inv_scale
-        flags = self.flags if flags is None else flags
-        current = self.sums_are_current
-        self.inv_scale = self.flags = None
-        self.sums_are_current = False
+        self.require_current("step")
+        if self._unscaled_at not in (None, self.last_gradient):
+            raise FlcudaError(
+                "step: a backward has added to the gradients after unscale, which neither looked at that nor unscales "
+                "it; do all backwards before unscale, and call zero_grad before those of the next step"
+            )
+        self.apply(self.inv_scale, self.flags if flags is None else flags)
+
+    def apply(self, inv_scale: Array | None, flags: Array | None, *, sums_are_current: bool = False) -> None:
+        """Does what ``step`` does, with what is given here instead of what ``DynamicScaler.unscale`` said.
+
+        Args:
+            inv_scale: float64, one element, on the device: what gradients are multiplied by; None is 1.
+            flags: as for ``step``; None: the step is valid.
+            sums_are_current: the search that wrote flags wrote ``sums`` too, and no gradient has changed since: they
+                are not read a second time for the norm.
+        """
         with self.device.use():
             for arena in self.arenas:
                 arena.fill_missing()
             clip = None
             if self.max_norm is not None:
-                if flags is None or not current:
+                if flags is None or not sums_are_current:
                     own = self._sum_squares()
                     flags = own if flags is None else flags
                 self.check_norm(inv_scale, flags)
@@ -240,15 +289,21 @@ class Optimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the state in place; on an error nothing has changed.
+        """Sets the state; on an error nothing has changed.
+
+        In place where the options are those that the optimizer has. A CUDA graph that has captured a step keeps the
+        options it was captured with, and other ones may free memory that it uses (the velocity, what clipping needs):
+        after a load that changes an option but the learning rate, capture anew.
 
         Args:
             state: as ``state_dict`` gave it.
 
         Raises:
             ValueError: version, class, keys, names or shapes do not fit; lists every one.
-            TypeError: a value is of the wrong type.
+            TypeError: the state is no mapping, or a value is of the wrong type.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: {state!r} is no mapping")
         state = self._upgraded(state)
         keys = ("version", "optimizer", "steps", *self._OPTIONS, *self._STATES)
         faults = [f"missing key: {key}" for key in keys if key not in state]
@@ -263,6 +318,9 @@ class Optimizer:
         F.number("lr", state["lr"], 0.0)
         self._check(state)
         steps = F.count("steps", state["steps"], 0)
+        for kind in self._STATES:
+            if not isinstance(state[kind], Mapping):
+                raise TypeError(f"{kind}: {state[kind]!r} is no mapping of names to arrays")
         given = {kind: {name: _on_host(kind, name, a) for name, a in state[kind].items()} for kind in self._STATES}
         segments = {segment.name: segment for arena in self.arenas for segment in arena.segments}
         for kind, arrays in given.items():

@@ -98,21 +98,33 @@ class Storage:
 class PlainScaler:
     """The scaler's rule in Python, from its description."""
 
-    def __init__(self, scale: float, growth_interval: int, min_scale: float, max_scale: float) -> None:
+    def __init__(
+        self,
+        scale: float,
+        growth_interval: int,
+        min_scale: float,
+        max_scale: float,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+    ) -> None:
         self.scale = scale
         self.growth_interval = growth_interval
         self.min_scale = min_scale
         self.max_scale = max_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
         self.good = self.skipped = self.in_a_row = 0
 
     def update(self, invalid: bool) -> None:
         if invalid:
-            self.scale = self.scale / 2 if self.scale / 2 >= self.min_scale else self.scale
+            smaller = self.scale * self.backoff_factor
+            self.scale = smaller if smaller >= self.min_scale else self.scale
             self.good, self.skipped, self.in_a_row = 0, self.skipped + 1, self.in_a_row + 1
             return
         self.good, self.in_a_row = self.good + 1, 0
         if self.good >= self.growth_interval:
-            self.scale = self.scale * 2 if self.scale * 2 <= self.max_scale else self.scale
+            larger = self.scale * self.growth_factor
+            self.scale = larger if larger <= self.max_scale else self.scale
             self.good = 0
 
     @property

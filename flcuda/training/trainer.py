@@ -263,10 +263,10 @@ class Trainer:
         return array if self.device.kind == "cpu" else devices.cupy().asarray(array)
 
     def _update(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.step(self.optimizer, loss)
             return
-        self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 

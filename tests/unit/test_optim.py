@@ -199,7 +199,31 @@ def test_a_flagged_step_changes_no_bit(rng, make, precision):
     assert all((a != b).any() for a, b in zip(before, everything(model, optimizer), strict=True))
 
 
-def test_inv_scale_is_used_once(rng):
+def test_inv_scale_and_flags_hold_until_zero_grad(rng):
+    """A second step takes the same gradients in the same way, and once they are forgotten all is as ever."""
+    model, other = network(), network()
+    optimizers = [optim.SGD(m, 0.1, momentum=0.9) for m in (model, other)]
+    x, target = rng.standard_normal((6, 2, 5, 5)), rng.integers(0, 4, 6)
+    (F.cross_entropy(model(x), target) * 64).backward()
+    F.cross_entropy(other(x), target).backward()
+    optimizers[0].unscaled(np.array([1 / 64]), np.zeros(2, np.int32))
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step()
+    before = [p.values() for p in model.parameters()]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(p.data, q.data)
+    optimizers[0].unscaled(np.array([1 / 64]), np.ones(2, np.int32))
+    for _ in range(2):
+        optimizers[0].step()
+        for p, q in zip(model.parameters(), before, strict=True):
+            np.testing.assert_array_equal(p.data, q)
+    optimizers[0].zero_grad()
+    assert optimizers[0].inv_scale is None
+    assert optimizers[0].flags is None
+
+
+def test_inv_scale_is_forgotten_by_zero_grad(rng):
     model, other = network(), network()
     optimizers = [optim.SGD(m, 0.1, momentum=0.9) for m in (model, other)]
     for scale in (64.0, 1.0):
@@ -329,6 +353,43 @@ def test_a_wrong_state_changes_nothing(rng):
 
 
 @pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (None, TypeError, "^state: None is no mapping"),
+        ([], TypeError, r"^state: \[\] is no mapping"),
+        ({"exp_avg": None}, TypeError, "^exp_avg: None is no mapping"),
+        ({"exp_avg_sq": [1]}, TypeError, r"^exp_avg_sq: \[1\] is no mapping"),
+        ({"steps": 2**63, "lr": 5.0, "eps": 1.0}, ValueError, "^steps: 9223372036854775808 is more than"),
+        ({"steps": 1.5}, TypeError, "^steps: 1.5"),
+        ({"lr": None}, TypeError, "^lr: None"),
+        ({"betas": None}, TypeError, "^betas: None"),
+    ],
+)
+def test_a_state_that_is_not_taken_changes_nothing(rng, change, error, match):
+    model = network()
+    optimizer = optim.Adam(model, 0.1, max_norm=2.0)
+    backward(model, rng)
+    optimizer.step()
+    state = optimizer.state_dict()
+    with pytest.raises(error, match=match):
+        optimizer.load_state_dict({**state, **change} if isinstance(change, dict) else change)
+    found = optimizer.state_dict()
+    assert [found[name] for name in ("steps", "lr", "betas", "eps", "max_norm")] == [1, 0.1, (0.9, 0.999), 1e-8, 2.0]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for name, values in state[kind].items():
+            np.testing.assert_array_equal(found[kind][name], values)
+
+
+def test_max_norm_is_set_by_a_load_only(make):
+    optimizer = make(network())
+    with pytest.raises(AttributeError, match="max_norm"):
+        optimizer.max_norm = 1.0
+    optimizer.load_state_dict({**optimizer.state_dict(), "max_norm": 1.0})
+    assert optimizer.max_norm == 1.0
+    assert optimizer.sums is not None
+
+
+@pytest.mark.parametrize(
     ("arguments", "kind", "match"),
     [
         ({"lr": -0.1}, ValueError, "lr: -0.1"),
@@ -393,9 +454,9 @@ def test_clipping_is_a_smaller_inv_scale(rng, make, precision, max_norm, given):
                 for arena, sums in zip(optimizer.arenas, optimizer.sums, strict=True):
                     check = np.zeros(2 + len(arena.segments), np.int32)
                     find_invalid(arena.grad, arena.offsets, check, sums=sums)
-                optimizer.sums_are_current = True
-            optimizer.step(flags=flags)
-            assert not optimizer.sums_are_current
+                optimizer.apply(optimizer.inv_scale, flags, sums_are_current=True)
+            else:
+                optimizer.step(flags=flags)
         runs.append([p.values() for p in model.parameters()])
     for a, b in zip(*runs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
