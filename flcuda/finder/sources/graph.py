@@ -76,12 +76,15 @@ OF_EACH = 2
 """So many more are measured of each engine. See Note [order]."""
 
 COMPILED = 3
-"""So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate. An H200's host
-took a tenth of a second for each, 16 of its cores at work. See Note [wide]."""
+COMPILED_AROUND = 4
+"""So many plans that need a compiler are built beyond the first `LIMIT`, and so many around all leaders of a search
+together. An H200's host took a quarter of a second for each, whatever the number of threads. See Note [wide]."""
 
-SLOW = frozenset(("69", "80"))
-"""Engines that a wide search does not ask beyond what heuristics list first: one plan may keep the compiler for 10 to
-16 seconds (3x3 and 7x7 filters; cuDNN 9.19 and 9.28, on an H200)."""
+SLOW = frozenset(("19", "69", "77", "80", "84"))
+"""Engines that a wide search does not ask beyond what heuristics list first. One plan of 69 and 80 may keep the
+compiler for 10 to 16 seconds (3x3 and 7x7 filters), one of 77 for 2.5; those of 19, 77 and 84 took half a second and
+more, and ran 30 to 1000, 1.4 to 2.7 and 12 to 260 times as long as the best for each problem of ResNet-34 in float16
+(H200, cuDNN 9.19)."""
 
 AROUND = 64
 """So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
@@ -420,7 +423,7 @@ def offers(
         if usable:
             break
     if wide:
-        for offer in rules.offers(rules.cheapest(_everything(graph, delivered), found), build=True):
+        for offer in rules.offers(rules.cheapest(_everything(graph, delivered), COMPILED, found), build=True):
             found[offer.configuration.key] = offer
     elif limit is not None and plans is None and found:
         for offer in rules.offers(rules.of_each(_listed(delivered), found), build=True):
@@ -577,26 +580,28 @@ class _Rules:
             count -= candidate.reason is None
         return list(taken.values())
 
-    def cheapest(self, configurations: Iterable[EngineConfig], known: Container[object] = ()) -> list[_Judged]:
+    def cheapest(
+        self, configurations: Iterable[EngineConfig], compiled: int, known: Container[object] = ()
+    ) -> list[_Judged]:
         """Judges configurations, and leaves out those whose plans would take too long. See Note [wide].
 
         Args:
             configurations: the better first.
+            compiled: so many of them may need a compiler.
             known: keys of configurations that are passed over.
 
         Returns:
             Those to be built, and those that must not be used, none twice, with their candidates.
         """
         taken: dict[object, _Judged] = {}
-        compiled = 0
         for configuration in configurations:
             if configuration.key in known or configuration.key in taken:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None and _compiles(configuration):
-                compiled += candidate.algo not in SLOW
-                if compiled > COMPILED or candidate.algo in SLOW:
+                if compiled == 0 or candidate.algo in SLOW:
                     continue
+                compiled -= 1
             taken[configuration.key] = (configuration, candidate)
         return list(taken.values())
 
@@ -615,14 +620,15 @@ class _Rules:
         tensor_cores = any(_TENSOR_CORE in candidate.notes for candidate in usable)
         taken: dict[object, _Judged] = {}
         for configuration in configurations:
-            if configuration.key in known or configuration.key in taken or _compiles(configuration):
+            # before its knobs are read, which takes cuDNN longest
+            enough = heard[str(configuration.engine_id)] >= OF_EACH and self._problem.math != "fma"
+            if enough or _compiles(configuration) or configuration.key in known or configuration.key in taken:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None:
-                enough = heard[candidate.algo] >= OF_EACH and self._problem.math != "fma"
                 slow = tensor_cores and _TENSOR_CORE not in candidate.notes
                 last = candidate.algo == _TAKES_ALL and heard.total() > OF_EACH
-                if enough or slow or last:
+                if slow or last:
                     continue
                 heard[candidate.algo] += 1
             taken[configuration.key] = (configuration, candidate)
@@ -711,18 +717,24 @@ def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -
 
 
 class _Offered(threading.local):
-    """The configurations that this thread's last search was offered, so that none is offered twice."""
+    """What this thread's last search was offered: no configuration twice, and few around leaders that are compiled.
+
+    Attributes:
+        keys: of the configurations.
+        compiled: how many more that need a compiler may be offered around leaders.
+    """
 
     def __init__(self) -> None:
         self._search: object = None
-        self._keys: set[object] = set()
+        self.keys: set[object] = set()
+        self.compiled = COMPILED_AROUND
 
-    def to(self, problem: Problem, policy: Policy, *, new: bool = False) -> set[object]:
-        """Gives the keys of a search's configurations; another search, or a new one, begins with none."""
+    def begin(self, problem: Problem, policy: Policy, *, new: bool = False) -> None:
+        """Takes up a search; another one than the last, or a new one, begins with nothing."""
         if new or self._search != (problem, policy):
             self._search = (problem, policy)
-            self._keys = set()
-        return self._keys
+            self.keys = set()
+            self.compiled = COMPILED_AROUND
 
 
 class GraphSource:
@@ -776,14 +788,14 @@ class GraphSource:
                 raise MemoryError(str(error)) from error
             raise
         refused = set()
-        known = self._offered.to(problem, policy, new=True)
+        self._offered.begin(problem, policy, new=True)
         for offer in found:
             candidate = offer.candidate
             row = (candidate.algo, candidate.reason)
             if candidate.reason is not None and row in refused:
                 continue
             refused.add(row)
-            known.add(offer.configuration.key)
+            self._offered.keys.add(offer.configuration.key)
             yield self._prepared(problem, policy, handle, offer)
 
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
@@ -808,13 +820,16 @@ class GraphSource:
         try:
             engine = self._engine(problem, candidate.algo, handle)
             rules = _Rules(problem, policy, handle, self._properties)
-            known = self._offered.to(problem, policy)
+            offered = self._offered
+            offered.begin(problem, policy)
             chosen = {name: value for name, value in candidate.parameters if isinstance(value, int)}
             settings = (_configured(engine, setting) for setting in neighbours(engine.knobs, chosen))
-            judged = rules.cheapest((each for each in settings if each is not None), known)
+            there = (each for each in settings if each is not None)
+            judged = rules.cheapest(there, offered.compiled, offered.keys)
             batch = [each for each in judged if each[1].reason is None][:AROUND]
+            offered.compiled -= sum(_compiles(configuration) for configuration, _ in batch)
             for offer in rules.offers(batch, build=True):
-                known.add(offer.configuration.key)
+                offered.keys.add(offer.configuration.key)
                 if offer.candidate.reason is None:
                     yield self._prepared(problem, policy, handle, offer)
         except CudnnError as error:
@@ -875,9 +890,13 @@ class GraphSource:
         return self._engine(problem, algo, handle).configure(knobs)
 
     def _prepared(self, problem: Problem, policy: Policy, handle: Handle | None, offer: Offer) -> Candidate:
-        """Makes the candidate of an offer, whose plan it has already where one was built."""
+        """Makes the candidate of an offer, whose plan it has already where one was built, else its configuration."""
         candidate = offer.candidate
-        prepared = None if offer.plan is None else _runner(problem, offer.plan, handle)
+        prepared: GraphRunner | EngineConfig | None = None
+        if offer.plan is not None:
+            prepared = _runner(problem, offer.plan, handle)
+        elif candidate.reason is None:
+            prepared = offer.configuration
         # what is refused is not chosen, but a row of a report runs it all the same
         most = _largest(policy, handle, self._properties) if candidate.reason is None else sys.maxsize
         return replace(

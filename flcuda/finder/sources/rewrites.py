@@ -78,9 +78,8 @@ FAST_WINDOWS = 3
 WIDE = 12
 """So many under the effort "wide"."""
 
-COMPILED = {False: (0, 0), True: (2, 4)}
-"""So many of them may need a compiler, by whether the effort is "wide": of a convolution, and of a matrix product,
-which has no others."""
+COMPILED = 2
+"""So many of them may need a compiler under the effort "wide", none under "fast". A matrix product has no others."""
 
 PAYING = {"tensor_op": 32, "fma": 8}
 """Operations for each byte that the copies move, by math. See Note [paying]."""
@@ -526,7 +525,7 @@ class RewriteSource:
     ) -> Iterator[Candidate]:
         """Yields the first candidates of an inner source. See Note [few]."""
         wide = policy.effort == "wide"
-        compiled = COMPILED[wide][isinstance(rewrite.inner, GraphProblem)]
+        compiled = COMPILED if wide else 0
         by_algo: dict[str, list[Candidate]] = {}
         try:
             offered: Iterable[Candidate] = source.candidates(rewrite.inner, within, device)
