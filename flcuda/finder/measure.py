@@ -145,6 +145,7 @@ def measure(
     workspace_limit: int | None = None,
     kernels: bool = False,
     known: Sequence[Measurement] = (),
+    fine: bool = True,
 ) -> list[Measurement]:
     """Runs and times candidates.
 
@@ -162,6 +163,7 @@ def measure(
         kernels: whether the names of the kernels of those in the fine round are asked for.
         known: what an earlier call found. It is in the result again, ranked with the rest, and its leaders are in the
             fine round; nothing of it is built, run for the first time or verified again.
+        fine: whether there is a fine round; without it the coarse ones rank. On the CPU there is only one kind.
 
     Returns:
         One measurement a candidate: those of the fine round, the best first; behind them the others that work, by what
@@ -183,7 +185,7 @@ def measure(
     if device.kind == "cpu":
         ranked = _ranked_cpu(usable, rotation, device)
     else:
-        ranked = _ranked_cuda(usable, rotation, device, policy, judge)
+        ranked = _ranked_cuda(usable, rotation, device, policy, judge, fine=fine)
         if kernels:
             for each in ranked:
                 if each.fine and each.kernels is None and each.runner is not None:
@@ -494,7 +496,7 @@ def _ranked_cpu(tried: list[_Tried], rotation: Iterator[Operands], device: Devic
 
 
 def _ranked_cuda(
-    tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy, judge: _Judge
+    tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy, judge: _Judge, *, fine: bool
 ) -> list[_Tried]:
     """Ranks by what the policy counts. See Note [rounds]."""
 
@@ -506,6 +508,8 @@ def _ranked_cuda(
         # what was run once only has bounds, no time, and is slower than all that follow
         usable = sorted((each for each in tried if each.reason is None), key=lambda each: (not each.coarse, cost(each)))
         leaders = _leaders(usable, cost, judge)
+        if not fine:
+            return [each for each in usable if each.reason is None]
         try:
             times = timing.in_turn(
                 [(_noting(each, rotation),) for each in leaders],

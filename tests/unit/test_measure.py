@@ -277,6 +277,19 @@ class TestRounds:
         assert algos(rows) == ["first", "second"]
         assert gpu.rounds == [["first", "second"]]
 
+    def test_without_a_fine_round_the_coarse_ones_rank(self, gpu):
+        first = on_gpu([gpu.add("a", 1.0), gpu.add("b", 2.0), gpu.add("c", 9.0)], fine=False)
+        assert algos(first) == ["a", "b", "c"]
+        assert gpu.rounds == []
+        assert [gpu.runs.count(name) for name in "abc"] == [3, 2, 1]
+        second = on_gpu([gpu.add("d", 1.02, 0.9)], fine=False, known=first)
+        assert algos(second) == ["a", "d", "b", "c"]
+        # what is known is not sampled again, and what could not win by then still cannot
+        assert [gpu.runs.count(name) for name in "abcd"] == [3, 2, 1, 3]
+        last = on_gpu([], known=second)
+        assert algos(last) == ["d", "a", "b", "c"]
+        assert gpu.rounds == [["a", "d"]]
+
     def test_loading_kernels_makes_nobody_hopeless(self, gpu):
         """All but a little of what the first run took was loading."""
         rows = on_gpu([gpu.add("a", 0.01), gpu.add("b", 0.05), gpu.add("c", 0.009)])

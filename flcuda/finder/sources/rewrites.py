@@ -396,12 +396,12 @@ class RewriteSource:
                         return
 
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:
-        """Yields what differs from a candidate in one knob of its inner engine and may be used.
+        """Yields what is near a candidate by its inner engine's knobs and may be used.
 
         Args:
             problem: the Problem that the candidate is for.
             candidate: one of this source's.
-            policy: determinism and workspace limit.
+            policy: effort, determinism and workspace limit.
             device: current for the calling thread.
 
         Yields:
@@ -423,7 +423,7 @@ class RewriteSource:
             parameters=inner_parameters,
             workspace=candidate.workspace - rewrite.copied,
         )
-        for neighbour in look(rewrite.inner, inner, within, device):
+        for neighbour in look(rewrite.inner, inner, replace(within, effort=policy.effort), device):
             if neighbour.reason is None:
                 yield self._outer(rewrite, neighbour, device)
 
