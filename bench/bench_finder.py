@@ -362,7 +362,7 @@ def network(
             "report": [
                 {"id": row.label, **times_of(row.timing)}
                 for row in report.usable[:LISTED]
-                if row.timing is not None and row.timing.samples > 1
+                if row.timing is not None and not row.timing.at_least
             ],
             "rows": len(report.rows),
             "usable": len(report.usable),

@@ -63,6 +63,7 @@ class Timing:
         launches: calls a sample; its time is divided by them.
         queued: whether all launches of each sample were queued before the first began, so that only the GPU's time was
             counted; False where the host was too slow for that: the time is the host's as well.
+        at_least: whether this is a first run, so that the median is only the least that it took. See `first`.
     """
 
     median_ms: float
@@ -72,6 +73,7 @@ class Timing:
     host_us: float
     launches: int = 1
     queued: bool = True
+    at_least: bool = False
 
     @property
     def spread_ms(self) -> float:
@@ -207,7 +209,7 @@ def first(run: Run, device: Device) -> Timing:
     (host_ms,) = sample.host_ms
     high = sample.elapsed_ms()
     low = max(0.0, high - host_ms)
-    return Timing(low, low, high, 1, 1e3 * host_ms, queued=False)
+    return Timing(low, low, high, 1, 1e3 * host_ms, queued=False, at_least=True)
 
 
 def summary(times_ms: Sequence[float], host_ms: Sequence[float], *, launches: int = 1, queued: bool = True) -> Timing:

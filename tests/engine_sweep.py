@@ -176,7 +176,7 @@ def _main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        graph.COMPILED = arguments.compiled
+        graph.COMPILED = graph.COMPILED_AROUND = arguments.compiled
         asked = json.load(sys.stdin)
         end = time.monotonic() + arguments.seconds
         _child(asked["lines"], asked["skipped"], end, arguments.around, arguments.seed)

@@ -8,10 +8,12 @@ another. So on CUDA a coarse look decides who may win, and those alone are measu
 turns, and the smallest sample, the least disturbed, ranks them. There a run may also take seconds, so that the samples
 of all together have a budget.
 
-Note [rounds]: on CUDA, a candidate that the first run shows to be hopeless runs no more. The others are sampled a few
-times (the coarse round). Those near the best of it, the leaders, take turns in the fine round, so that clocks and
-neighbours disturb all alike. Each launch in all of this takes the next set of operands: see `flcuda.timing` Note
-[cold].
+Note [rounds]: on CUDA, a candidate that the first run shows to be hopeless runs no more. The others are launched once
+(the first coarse round), and those near the best of them are sampled well once (the second). The better sample counts:
+what is slow for some milliseconds, such as a GPU that has just been woken (on an H200 a copy of 256 MiB took a tenth
+longer), must not put a candidate out of the race. Those that are nearly the best then, the leaders, take turns in the
+fine round, so that clocks and neighbours disturb all alike. Each launch in all of this takes the next set of operands:
+see `flcuda.timing` Note [cold].
 """
 
 import itertools
@@ -41,13 +43,18 @@ HOPELESS_SLACK_MS = 0.05
 """CUDA: a candidate whose first run takes so many times the fastest one's time and this much more is dropped."""
 
 COARSE_REPEATS = 2
-"""CUDA: samples of each of the others."""
+"""CUDA: samples of each of the others: one of a single launch, and another of those that are near the best by it."""
+
+NEAR = 1.5
+NEAR_SLACK_MS = 0.005
+"""CUDA: near is what takes so many times the best's time and this much more; a single launch's time has the distance
+of two events in it, a few microseconds."""
 
 LEADING = 1.1
 """CUDA: a candidate within this many times the best coarse time may be the best."""
 
 LEADERS = 5
-"""CUDA: so many of these, the first by the coarse round, are in the fine round."""
+"""CUDA: so many of these, the first by the coarse rounds, are in the fine round."""
 
 FINE_REPEATS = {"fast": 10, "wide": 20}
 FINE_BUDGET_S = {"fast": 0.006, "wide": 0.015}
@@ -138,6 +145,7 @@ def measure(
     workspace_limit: int | None = None,
     kernels: bool = False,
     known: Sequence[Measurement] = (),
+    fine: bool = True,
 ) -> list[Measurement]:
     """Runs and times candidates.
 
@@ -155,6 +163,7 @@ def measure(
         kernels: whether the names of the kernels of those in the fine round are asked for.
         known: what an earlier call found. It is in the result again, ranked with the rest, and its leaders are in the
             fine round; nothing of it is built, run for the first time or verified again.
+        fine: whether there is a fine round; without it the coarse ones rank. On the CPU there is only one kind.
 
     Returns:
         One measurement a candidate: those of the fine round, the best first; behind them the others that work, by what
@@ -176,7 +185,7 @@ def measure(
     if device.kind == "cpu":
         ranked = _ranked_cpu(usable, rotation, device)
     else:
-        ranked = _ranked_cuda(usable, rotation, device, policy, judge)
+        ranked = _ranked_cuda(usable, rotation, device, policy, judge, fine=fine)
         if kernels:
             for each in ranked:
                 if each.fine and each.kernels is None and each.runner is not None:
@@ -360,7 +369,7 @@ class _Tried:
     timing: Timing | None = None
     verification: Verification | None = None
     kernels: tuple[str, ...] | None = None
-    coarse: bool = False  # was more than run once
+    coarse: bool = False  # has been timed, not only run for the first time
     fine: bool = False
 
     @classmethod
@@ -375,7 +384,7 @@ class _Tried:
             known.timing,
             known.verification,
             known.kernels,
-            coarse=known.timing is not None and known.timing.samples > 1,
+            coarse=known.timing is not None and not known.timing.at_least,
         )
 
     @property
@@ -487,18 +496,20 @@ def _ranked_cpu(tried: list[_Tried], rotation: Iterator[Operands], device: Devic
 
 
 def _ranked_cuda(
-    tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy, judge: _Judge
+    tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy, judge: _Judge, *, fine: bool
 ) -> list[_Tried]:
     """Ranks by what the policy counts. See Note [rounds]."""
 
     def cost(each: _Tried) -> float:
         return ranking.cost_ms(each.times, policy)
 
-    _coarse_round(tried, rotation, device, policy)
+    _coarse_rounds(tried, rotation, device, policy)
     while True:
         # what was run once only has bounds, no time, and is slower than all that follow
         usable = sorted((each for each in tried if each.reason is None), key=lambda each: (not each.coarse, cost(each)))
         leaders = _leaders(usable, cost, judge)
+        if not fine:
+            return [each for each in usable if each.reason is None]
         try:
             times = timing.in_turn(
                 [(_noting(each, rotation),) for each in leaders],
@@ -518,21 +529,30 @@ def _ranked_cuda(
     return best + [each for each in usable if each.reason is None and not each.fine]
 
 
-def _coarse_round(tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy) -> None:
-    """Samples those that are not hopeless, the most promising first."""
+def _coarse_rounds(tried: list[_Tried], rotation: Iterator[Operands], device: Device, policy: Policy) -> None:
+    """Samples those that are not hopeless, the most promising first. See Note [rounds]."""
     best_ms = min(
         (ranking.cost_ms(each.times, policy) if each.coarse else each.times.high_ms for each in tried), default=0
     )
+    sampled = []
     for each in sorted(tried, key=lambda each: each.times.low_ms):
         # what the first run took of the host says nothing: it has loaded kernels
         hopeless = policy.time != "host" and each.times.low_ms > HOPELESS * best_ms + HOPELESS_SLACK_MS
         if each.coarse or hopeless:
             continue
-        found = each.timed(lambda run: timing.measure(run, device, warmup=0, repeats=COARSE_REPEATS), rotation)
+        found = each.timed(lambda run: timing.measure(run, device, warmup=0, repeats=1, launches=1), rotation)
         if found is not None:
             each.timing = found
             each.coarse = True
             best_ms = min(best_ms, ranking.cost_ms(found, policy))
+            sampled.append(each)
+    for each in sampled:
+        before = each.times
+        if ranking.cost_ms(before, policy) > NEAR * best_ms + NEAR_SLACK_MS:
+            continue
+        found = each.timed(lambda run: timing.measure(run, device, warmup=0, repeats=1), rotation)
+        if found is not None:
+            each.timing = min(before, found, key=lambda times: ranking.cost_ms(times, policy))
 
 
 def _leaders(usable: Sequence[_Tried], cost: Callable[[_Tried], float], judge: _Judge) -> list[_Tried]:

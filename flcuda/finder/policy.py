@@ -30,8 +30,8 @@ class Policy:
             (`Verification.relative`); every candidate is verified then. None permits what verification permits.
         time: what ranks: "device", the GPU's time; "host", the time that a call keeps the host; "both", the larger of
             the two, which is what a call costs where many follow one another.
-        effort: "fast" measures what the libraries' heuristics list; "wide" every engine, with its knobs turned around
-            the leaders, and verifies what may win.
+        effort: "fast" measures the first of what the libraries' heuristics list, and what they list near the leaders;
+            "wide" every engine, with its knobs turned around the leaders, and verifies what may win.
         l2: "cold" measures with operands that lie in no cache, "warm" with those of the run before.
 
     Raises:

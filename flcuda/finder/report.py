@@ -164,6 +164,7 @@ class Row:
             "median_ms": None if timing is None else timing.median_ms,
             "spread_ms": None if timing is None else timing.spread_ms,
             "samples": None if timing is None else timing.samples,
+            "at_least": None if timing is None else timing.at_least,
             "launches": None if timing is None else timing.launches,
             "queued": None if timing is None else timing.queued,
             "host_us": None if timing is None else timing.host_us,
@@ -465,7 +466,7 @@ class FindReport:
             else:
                 spread = f"{100 * timing.spread_ms / timing.median_ms:.0f}%" if timing.median_ms > 0 else "-"
                 # the first run, which loads kernels, says no more than that
-                once = self.device.kind == "cuda" and timing.samples == 1
+                once = timing.at_least
                 cells += [
                     ("≥" if once else "") + milliseconds(timing.median_ms) + ("*" if _host_bound(timing) else ""),
                     spread if timing.samples > 1 else "-",
@@ -744,7 +745,7 @@ def _rate(amount: int, timing: Timing | None, unit: float) -> float | None:
 
 def _host_bound(timing: Timing | None) -> bool:
     """Says whether what was timed is the host; a single run, whose time is only known within bounds, does not count."""
-    return timing is not None and not timing.queued and timing.samples > 1
+    return timing is not None and not timing.queued and not timing.at_least
 
 
 def _error_of_bound(verification: Verification) -> float | None:

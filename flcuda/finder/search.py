@@ -3,8 +3,11 @@
 A search may take a while, and `plan` has nobody to show it to: the logger "flcuda.finder" says at level INFO when one
 begins and what it found.
 
-Note [wide]: with the effort "wide" the sources list every engine, not only those that a heuristic puts first, and a
-search climbs from there: around the leaders it measures what differs from them in one knob, until nothing new leads.
+Note [climbing]: what the sources offer first is measured coarsely, and so is, round by round, what they offer around
+the leaders, until nothing new leads. Then the leaders of all are measured well.
+
+Note [wide]: with the effort "wide" the sources list every engine, not only those that a heuristic puts first, and
+around the leaders every configuration that differs from them in one knob, not only those that a heuristic lists.
 Engines that no heuristic lists are engines that nobody has vetted for the Problem. So whatever may win is verified.
 """
 
@@ -13,7 +16,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flcuda import device as devices
@@ -28,17 +31,17 @@ from flcuda.finder.plan import Plan, Solution, callers_level, is_refusal
 from flcuda.finder.policy import Policy, current_policy
 from flcuda.finder.problem import Problem
 from flcuda.finder.report import FindReport, Row, labels
-from flcuda.finder.sources import REWRITES, Source, source_named, sources_for
+from flcuda.finder.sources import REWRITES, Climbing, Source, source_named, sources_for
 from flcuda.finder.store import ChoiceStore, default_store
 from flcuda.finder.verify import Verifier
 
 Progress = Callable[[int, int], None]
 
 ROUNDS = 3
-"""So often at most a wide search looks around its leaders. See Note [wide]."""
+"""So often at most a search looks around its leaders. See Note [climbing]."""
 
-LEADERS = 3
-"""So many candidates, the best first, it looks around each time."""
+LEADERS = {"fast": 2, "wide": 3}
+"""So many candidates, by effort, it looks around each time: the best of those whose sources know what is near."""
 
 _log = logging.getLogger("flcuda.finder")
 
@@ -452,21 +455,25 @@ def _measured_rows(
         verifier = measure.with_memory(lambda: Verifier(problem, inputs, device), device)
     limit = devices.workspace_limit(device)
 
-    def run(some: Sequence[Candidate], known: Sequence[measure.Measurement]) -> list[measure.Measurement]:
+    def run(
+        some: Sequence[Candidate], known: Sequence[measure.Measurement], *, fine: bool
+    ) -> list[measure.Measurement]:
         announced = _announced(some, progress, len(candidates))
         return measure.measure(
-            announced, sets, device, policy, verifier, workspace_limit=limit, kernels=details, known=known
+            announced, sets, device, policy, verifier, workspace_limit=limit, kernels=details, known=known, fine=fine
         )
 
-    measured = run(candidates, ())
-    if policy.effort == "wide":
-        around: set[object] = set()
-        for _ in range(ROUNDS):
-            fresh = [_judged(each, key, limit) for each in _neighbours(key, device, asked, measured, around)]
-            if not fresh:
-                break
-            candidates += fresh
-            measured = run(fresh, measured)
+    climbs = {source.name: source for source in asked if isinstance(source, Climbing)}
+    measured = run(candidates, (), fine=not climbs)
+    around: set[object] = set()
+    for _ in range(ROUNDS if climbs else 0):
+        fresh = [_judged(each, key, limit) for each in _neighbours(key, device, climbs, measured, around)]
+        if not fresh:
+            break
+        candidates += fresh
+        measured = run(fresh, measured, fine=False)
+    if climbs:
+        measured = run((), measured, fine=True)
     rows = _rows(key, device, candidates, measured)
     _warn_of_workspace(key, rows)
     return rows, {"sources": asked_s, "measure": time.perf_counter() - start - asked_s}
@@ -475,21 +482,23 @@ def _measured_rows(
 def _neighbours(
     key: Key,
     device: Device,
-    asked: tuple[Source, ...],
+    climbs: Mapping[str, Climbing],
     measured: Sequence[measure.Measurement],
     around: set[object],
 ) -> list[Candidate]:
     """Gives what lies around the leaders and is new; notes in `around` whose neighbours have been asked for."""
     known = {each.candidate.identity for each in measured}
-    by_name = {source.name: source for source in asked}
     found: dict[object, Candidate] = {}
-    leaders = [each.candidate for each in measured if each.reason is None and each.timing is not None]
-    for leader in leaders[:LEADERS]:
-        look = getattr(by_name[leader.source], "around", None)
-        if look is None or leader.identity in around:
+    leaders = [
+        each.candidate
+        for each in measured
+        if each.reason is None and each.timing is not None and each.candidate.source in climbs
+    ]
+    for leader in leaders[: LEADERS[key.policy.effort]]:
+        if leader.identity in around:
             continue
         around.add(leader.identity)
-        for candidate in look(key.problem, leader, key.policy, device):
+        for candidate in climbs[leader.source].around(key.problem, leader, key.policy, device):
             if candidate.identity not in known:
                 found.setdefault(candidate.identity, candidate)
     return list(found.values())

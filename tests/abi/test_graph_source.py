@@ -178,14 +178,83 @@ def test_the_order_is_cudnns(h200):
     assert candidates(h200, str(problem), mode="heuristic")[1] == found[:LIMIT]
 
 
+@pytest.mark.parametrize("line", ["backward_data n4 c64 33x33 k64 3x3 p6 d6", "forward n8 c64 14x14 k64 3x3 p1 g2"])
+def test_of_rare_convolutions_one_plan_of_each_compiled_engine_is_built(h200, line):
+    def compiled(line, **policy):
+        _, found = candidates(h200, line, **policy)
+        return Counter(candidate.algo for candidate in found if "runtime_compilation" in candidate.notes)
+
+    found = compiled(f"{line} float16 nhwc")
+    assert found
+    assert set(found.values()) == {1}
+    assert not found.keys() & module.SLOW
+    common = " ".join(word for word in line.split() if word not in ("d6", "g2"))
+    assert not compiled(f"{common} float16 nhwc")
+    # in strict float32 all are measured that need none
+    assert not compiled(f"{line} float32 nchw")
+    # for groups of one channel there are our own kernels
+    depthwise = ConvolutionProblem.parse(f"{line.replace('g2', '').replace('d6', '')} g64 float16 nhwc")
+    first = {str(each.engine_id) for each in operation_graph(depthwise, properties=h200).heuristics("A")}
+    assert compiled(str(depthwise)).keys() <= first
+
+
+def test_a_fast_search_climbs_over_what_is_listed(h200):
+    line = "forward n8 c160 32x32 k160 3x3 p1 float16 nhwc"
+    problem, source = ConvolutionProblem.parse(line), GraphSource(h200)
+    found = [each for each in source.candidates(problem, Policy(), None) if each.reason is None]
+    graph = operation_graph(problem, properties=h200)
+    listed = {
+        (str(each.engine_id), tuple(each.knobs.items()))
+        for mode in ("A", "fallback", "B")
+        for each in graph.heuristics(mode)
+    }
+    seen = {each.identity for each in found}
+    distances = []
+    for _ in range(3):
+        near = list(source.around(problem, found[0], Policy(), None))
+        assert len(near) <= module.NEAREST
+        for each in near:
+            assert each.identity not in seen
+            seen.add(each.identity)
+            assert (each.algo, each.parameters) in listed
+            assert "runtime_compilation" not in each.notes
+            before = dict(found[0].parameters)
+            distances.append(sum(before[name] != value for name, value in each.parameters))
+            assert each.build().workspace == each.workspace
+    assert len(distances) > module.NEAREST
+    assert distances == sorted(distances)
+    assert 1 <= distances[0] <= distances[-1] <= module.NEAR_KNOBS
+    # what was not searched for has no lists
+    assert list(GraphSource(h200).around(problem, found[0], Policy(), None)) == []
+
+
+def test_a_search_within_another_does_not_end_it(h200):
+    problem, source = ConvolutionProblem.parse("forward n8 c160 32x32 k160 3x3 p1 float16 nhwc"), GraphSource(h200)
+    leader = next(iter(source.candidates(problem, Policy(), None)))
+    near = list(source.around(problem, leader, Policy(), None))
+    others = [with_batch(problem, n) for n in range(1, module.KEPT)]
+    for other in others:
+        list(source.candidates(other, Policy(mode="heuristic"), None))
+    again = list(source.around(problem, leader, Policy(), None))
+    assert again
+    assert not {each.identity for each in near} & {each.identity for each in again}
+    list(source.candidates(with_batch(problem, module.KEPT), Policy(mode="heuristic"), None))
+    assert list(source.around(problem, leader, Policy(), None)) == []
+
+
+def with_batch(problem, batch):
+    return ConvolutionProblem.parse(str(problem).replace("n8", f"n{batch + 8}"))
+
+
 @pytest.mark.usefixtures("_on_9_28")
 def test_other_engines_than_the_first_are_heard(h200):
     # of two groups the list begins with twelve of one engine
     _, found = candidates(h200, "forward n32 c224 28x28 k224 3x3 p1 g2 float16 nhwc")
     others = Counter(candidate.algo for candidate in found[LIMIT:])
     assert len(others) >= 2
-    assert all(count <= OF_EACH for count in others.values())
-    assert not any("runtime_compilation" in candidate.notes for candidate in found[LIMIT:])
+    compiled = {candidate.algo for candidate in found[LIMIT:] if "runtime_compilation" in candidate.notes}
+    assert all(count <= (1 if algo in compiled else OF_EACH) for algo, count in others.items())
+    assert compiled
     assert all("tensor_core" in candidate.notes for candidate in found)
     # without tensor cores all that the three modes list
     problem, found = candidates(h200, "backward_filter n64 c64 56x56 k256 1x1 float32 nchw")
@@ -423,31 +492,54 @@ def test_around_keeps_to_the_rules(h200, monkeypatch):
         for each in source.candidates(problem, Policy(effort="wide"), None)
         if each.reason is None and "split_k" in "".join(dict(each.parameters))
     )
-    free = list(source.around(problem, leader, Policy(workspace_limit=1 << 30), None))
+    free = list(source.around(problem, leader, Policy(effort="wide", workspace_limit=1 << 30), None))
     limit = sorted(each.workspace for each in free)[len(free) // 2] - 1
-    held = list(source.around(problem, leader, Policy(workspace_limit=limit), None))
+    held = list(source.around(problem, leader, Policy(effort="wide", workspace_limit=limit), None))
     assert 0 < len(held) < len(free)
     assert all(each.workspace <= limit for each in held)
     monkeypatch.setattr(module, "AROUND", 3)
-    near = list(GraphSource(h200).around(problem, leader, Policy(workspace_limit=1 << 30), None))
+    near = list(GraphSource(h200).around(problem, leader, Policy(effort="wide", workspace_limit=1 << 30), None))
     assert near == free[:3]
     fault = errata.Erratum("is wrong", "a test", 0, 10**6, sources=("graph",), algos=(leader.algo,))
     monkeypatch.setattr(errata, "ERRATA", (fault,))
-    assert list(GraphSource(h200).around(problem, leader, Policy(), None)) == []
+    assert list(GraphSource(h200).around(problem, leader, Policy(effort="wide"), None)) == []
     with pytest.raises(ValueError, match="no engine 'GEMM'"):
-        list(source.around(problem, replace(leader, algo="GEMM"), Policy(), None))
+        list(source.around(problem, replace(leader, algo="GEMM"), Policy(effort="wide"), None))
 
 
 def test_around_a_compiled_candidate_few_are_built(h200, monkeypatch):
-    monkeypatch.setattr(module, "COMPILED", 2)
+    monkeypatch.setattr(module, "COMPILED_AROUND", 2)
     problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
     source = GraphSource(h200)
     engines = operation_graph(problem, properties=h200).engines()
     engine = next(each for each in engines if "runtime_compilation" in each.behavior_notes and each.knobs)
     leader = module._candidate(problem, engine.configure(), errata.Gpu(90, 92800))
-    near = list(source.around(problem, leader, Policy(), None))
-    assert 0 < len(near) <= 2
+    wide = Policy(effort="wide")
+    near = list(source.around(problem, leader, wide, None))
+    assert len(near) == 2
     assert all("runtime_compilation" in each.notes for each in near)
+    # of one search all leaders together; another search begins anew
+    assert list(source.around(problem, near[0], wide, None)) == []
+    assert len(list(source.around(problem, near[0], replace(wide, deterministic=True), None))) == 2
+
+
+def test_what_was_not_built_keeps_its_configuration_until_it_is(h200, monkeypatch):
+    problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
+    first, second, *_ = [
+        candidate
+        for candidate in GraphSource(h200).candidates(problem, Policy(mode="heuristic"), None)
+        if candidate.reason is None
+    ]
+    made = []
+    configured = GraphSource._configured
+    monkeypatch.setattr(
+        GraphSource, "_configured", lambda self, *asked: made.append(asked[1]) or configured(self, *asked)
+    )
+    assert first.build().plan.tag == first.build().plan.tag
+    assert made == [first.algo]
+    made.clear()
+    assert second.build().plan.tag == second.build().plan.tag != first.build().plan.tag
+    assert made == [second.algo, first.algo]
 
 
 @given(

@@ -334,6 +334,26 @@ def test_without_measuring_every_algorithm_with_a_workspace_size_is_offered(monk
     assert lists.asked.pop() == "get"
 
 
+@pytest.mark.parametrize("precision", ["float16", "tf32"])
+def test_a_fast_search_leaves_out_what_uses_no_tensor_cores_where_others_do(monkeypatch, precision):
+    lists = Lists(monkeypatch, [], {0: 0, 1: 99, 2: 0, 4: 500, 7: 99})
+    line = f"forward n2 c{{}} 8x8 k8 3x3 {precision} nhwc{{}}"
+
+    def algos(channels, more="", **policy):
+        return {candidate.algo for candidate in lists.offered(line.format(channels, more), **policy)}
+
+    hopeful = {"IMPLICIT_PRECOMP_GEMM", "FFT", "WINOGRAD_NONFUSED"}
+    everything = hopeful | {"IMPLICIT_GEMM", "GEMM"}
+    assert algos(8) == hopeful
+    assert algos(8, mode="heuristic") == everything
+    # few channels in a group, on either side
+    assert algos(7) == everything
+    assert algos(16, " g2") == everything
+    # nothing else works
+    lists = Lists(monkeypatch, [], {0: 0, 2: 0})
+    assert algos(8) == {"IMPLICIT_GEMM", "GEMM"}
+
+
 def test_with_the_effort_wide_cudnn_measures(monkeypatch):
     lists = Lists(monkeypatch, [{**LISTED[0], "time": 0.5}, LISTED[2]], {0: 0, 1: 99, 4: 5000, 5: 600})
     found = lists.offered("forward n2 c4 8x8 k4 3x3 float32 nchw", effort="wide")

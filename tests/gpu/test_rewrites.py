@@ -298,7 +298,7 @@ def test_a_rewritten_convolution_is_captured_and_replayed(line, device):
     before = bits(arrays["out"]).copy()
     captured = 0
     for name in REWRITES:
-        for candidate in source_named(name).candidates(problem, Policy(), device):
+        for candidate in source_named(name).candidates(problem, Policy(effort="wide"), device):
             if not candidate.deterministic:
                 continue
             try:

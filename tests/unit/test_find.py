@@ -867,10 +867,11 @@ class TestWide:
         assert seen[-1][0] == seen[-1][1] == len(report.rows)
         assert len({row.label for row in report.rows}) == len(report.rows)
 
-    def test_fast_does_not_climb(self, monkeypatch):
-        source = self.climbing(monkeypatch, Fake("6", delay=3))
-        assert find(PROBLEM).best.algo == "6"
-        assert not hasattr(source, "looked")
+    def test_fast_climbs_too_from_two_leaders(self, monkeypatch):
+        source = self.climbing(monkeypatch, Fake("30", delay=27), Fake("6", delay=3), Fake("40", delay=37))
+        assert find(PROBLEM).best.algo == "3"
+        assert source.looked[:2] == ["6", "30"]
+        assert "40" not in source.looked
 
     def test_it_ends(self, monkeypatch):
         Verdicts(monkeypatch)

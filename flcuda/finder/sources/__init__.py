@@ -3,7 +3,7 @@
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flcuda.device import Device
 from flcuda.finder.candidate import Candidate
@@ -50,6 +50,24 @@ class Source(Protocol):
 
         Raises:
             FlcudaError, ValueError, LookupError: it cannot, and the text says why.
+        """
+
+
+@runtime_checkable
+class Climbing(Source, Protocol):
+    """A Source that knows what is near a candidate, so that a search can climb from it."""
+
+    def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterable[Candidate]:
+        """Yields what is near a candidate and may be faster; what it has yielded before may come again.
+
+        Args:
+            problem: what the candidate is for.
+            candidate: one of this source's.
+            policy: its effort says how far to look.
+            device: current for the calling thread.
+
+        Raises:
+            FlcudaError, ValueError, MemoryError: it cannot.
         """
 
 

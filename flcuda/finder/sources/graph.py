@@ -16,14 +16,20 @@ engines that take such an alignment in the descriptor and then load 16 bytes at 
 gradients with 4 and 8 bytes), which ends the CUDA context. A GraphProblem's operands are not copied: it is refused.
 
 Note [order]: cuDNN's heuristics rank configurations, an engine with values for its knobs. On tensor cores the ranking
-is good: the first of mode A's 40 loses some per cent against the best. So the first `LIMIT` that may be used are built
-and measured. But the list may be of one engine where another is three times as fast (groups), and without tensor cores
-hardly anything of it may be used; the best is then often in the fallback list (strict float32 filter gradients: the
-engine of mode A with other knobs, in half its time). So `OF_EACH` of every other engine that any mode lists follow, and
-without tensor cores all. What needs a compiler is left out there; so is what cannot be the best, since a run of it may
-take longer than all others together: engines without tensor cores beside those with them, and engine 0, which takes
-every graph, beside others. Where nothing is measured, the first is built and the
-others when they are needed, and the other modes are asked only when nothing of mode A may be used.
+is good, but not good enough: over 129 convolutions in float16 (H200, cuDNN 9.19) the best of the first 12 of mode A's
+36 took 2 per cent longer than the best of all that the modes list, for one in eight 5 to 40 per cent longer. So the
+first `LIMIT` that may be used are built and measured, and `OF_EACH` of every other engine that any mode lists, which
+may be three times as fast (groups). From there the finder climbs: `GraphSource.around` gives the listed configurations
+that are nearest to a leader. With the numbers below that measured 23 configurations, and its best took 0.07 per cent
+longer than the best of all, 3 per cent at most. Without tensor cores hardly anything of the list may be used, and the
+best is often in the fallback list (strict float32 filter gradients: the engine of mode A with other knobs, in half its
+time): there all are measured.
+
+What needs a compiler is left out of these, but of grouped and dilated convolutions, which few engines do well: there
+the one of each compiled engine took a fourth to three quarters of the time of the others. So is what cannot be the
+best, since a run of it may take longer than all others together: engines without tensor cores beside those with them,
+and engine 0, which takes every graph, beside others. Where nothing is measured, the first is built and the others when
+they are needed, and the other modes are asked only when nothing of mode A may be used.
 
 Note [wide]: with the effort "wide" everything follows that the three modes list, and then every engine of the graph
 that none of them lists, its knobs left to cuDNN. `GraphSource.around` gives what differs from a candidate in one knob.
@@ -43,13 +49,12 @@ source).
 
 import collections
 import contextlib
-import functools
 import itertools
 import math
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flcuda import device as devices
@@ -69,24 +74,36 @@ from flcuda.finder.policy import Policy
 from flcuda.finder.problem import ConvolutionProblem, Problem
 from flcuda.finder.sources.staging import ALIGNMENT, Operand, split_padding
 
-LIMIT = 12
+LIMIT = 8
 """So many configurations, the first that may be used, are built and measured. See Note [order]."""
 
 OF_EACH = 2
-"""So many more are measured of each engine. See Note [order]."""
+"""So many more are measured of each engine, of a compiled one only one. See Note [order]."""
+
+NEAREST = 4
+NEAR_KNOBS = 4
+"""A fast search looks at so many listed configurations around a leader, which differ from it in at most so many knobs.
+See Note [order]."""
 
 COMPILED = 3
-"""So many plans that need a compiler are built beyond the first `LIMIT`, and as many around a candidate. An H200's host
-took a tenth of a second for each, 16 of its cores at work. See Note [wide]."""
+COMPILED_AROUND = 4
+"""So many plans that need a compiler are built beyond the first `LIMIT`, and so many around all leaders of a search
+together. An H200's host took a quarter of a second for each, whatever the number of threads. See Note [wide]."""
 
-SLOW = frozenset(("69", "80"))
-"""Engines that a wide search does not ask beyond what heuristics list first: one plan may keep the compiler for 10 to
-16 seconds (3x3 and 7x7 filters; cuDNN 9.19 and 9.28, on an H200)."""
+SLOW = frozenset(("19", "69", "77", "80", "84"))
+"""Engines that a wide search does not ask beyond what heuristics list first. One plan of 69 and 80 may keep the
+compiler for 10 to 16 seconds (3x3 and 7x7 filters), one of 77 for 2.5; those of 19, 77 and 84 took half a second and
+more, and ran 30 to 1000, 1.4 to 2.7 and 12 to 260 times as long as the best for each problem of ResNet-34 in float16
+(H200, cuDNN 9.19)."""
 
 AROUND = 64
 """So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
 leaders in a few rounds this is a second a problem, of the two that a wide search may take. Most engines have 20 to 40.
 """
+
+KEPT = 8
+"""A thread keeps what so many of its last searches were offered: a Problem has a handful of rewrites. Kept are the
+configurations that cuDNN lists, about a hundred each."""
 
 ALL_VALUES = 32
 """A knob with more values than that is turned by 1, 2, 4, ... steps and to its powers of two."""
@@ -380,6 +397,7 @@ def offers(
     limit: int | None = None,
     plans: int | None = None,
     wide: bool = False,
+    lists: "Lists | None" = None,
 ) -> list[Offer]:
     """Asks cuDNN's heuristics and builds plans in their order. See Note [order].
 
@@ -392,6 +410,7 @@ def offers(
             follow.
         plans: build so many that can be used; None for all. The others count as usable by what cuDNN says of them.
         wide: go on after the limit, with what all modes list and every other engine. See Note [wide].
+        lists: of the Problem's graph; by default it is made.
 
     Returns:
         The configurations, none twice, each with its plan or the reason why there is none.
@@ -400,16 +419,15 @@ def offers(
         CudnnNotSupportedError: no heuristic mode has any; the text lists what each engine says and the likely rule.
         CudnnError: cuDNN cannot be used.
     """
-    graph = operation_graph(problem, handle, properties)
+    lists = Lists(operation_graph(problem, handle, properties)) if lists is None else lists
     rules = _Rules(problem, policy, handle, properties, early=limit is not None)
     most = sys.maxsize if limit is None else limit
     to_build = sys.maxsize if plans is None else plans
     found: dict[object, Offer] = {}
     usable = 0
-    delivered = functools.cache(functools.partial(_delivered, graph))
     for modes in (("A",), ("fallback", "B")):
         for mode in modes:
-            waiting = collections.deque(delivered(mode))
+            waiting = collections.deque(lists.of(mode))
             while waiting and usable < most:
                 batch = rules.first(waiting, min(most - usable, to_build or most), found)
                 for offer in rules.offers(batch, build=to_build > 0):
@@ -420,15 +438,15 @@ def offers(
         if usable:
             break
     if wide:
-        for offer in rules.offers(rules.cheapest(_everything(graph, delivered), found), build=True):
+        for offer in rules.offers(rules.cheapest(_everything(lists), COMPILED, found), build=True):
             found[offer.configuration.key] = offer
     elif limit is not None and plans is None and found:
-        for offer in rules.offers(rules.of_each(_listed(delivered), found), build=True):
+        for offer in rules.offers(rules.of_each(lists.all(), found), build=True):
             found[offer.configuration.key] = offer
     if not found:
         # Asks every mode once more and raises with what each engine says.
         try:
-            graph.configurations()
+            lists.graph.configurations()
         except CudnnError as error:
             if not _of_one_mode(error):
                 raise
@@ -439,22 +457,44 @@ def offers(
 _Judged = tuple[EngineConfig, Candidate]
 
 
-_Delivered = Callable[[str], list[EngineConfig]]
+class Lists:
+    """What cuDNN's heuristics list for a graph; a mode is asked when somebody wants it, and once.
+
+    Args:
+        graph: finalized, for one GPU.
+
+    Attributes:
+        graph: as given.
+    """
+
+    def __init__(self, graph: OperationGraph) -> None:
+        self.graph = graph
+        self._asked: dict[str, list[EngineConfig]] = {}
+
+    def of(self, mode: str) -> list[EngineConfig]:
+        """Gives what a mode lists; nothing where that one refuses."""
+        if mode not in self._asked:
+            self._asked[mode] = _delivered(self.graph, mode)
+        return self._asked[mode]
+
+    def all(self) -> Iterator[EngineConfig]:
+        """Gives what all modes list."""
+        for mode in _MODES:
+            yield from self.of(mode)
+
+    def asked(self) -> Iterator[EngineConfig]:
+        """Gives what those modes list that have been asked."""
+        for mode in _MODES:
+            yield from self._asked.get(mode, ())
 
 
-def _listed(delivered: _Delivered) -> Iterator[EngineConfig]:
-    """Gives what all modes list."""
-    for mode in _MODES:
-        yield from delivered(mode)
-
-
-def _everything(graph: OperationGraph, delivered: _Delivered) -> Iterator[EngineConfig]:
+def _everything(lists: Lists) -> Iterator[EngineConfig]:
     """Gives what all modes list, then every other engine with the knobs that cuDNN chooses."""
     listed = set()
-    for configuration in _listed(delivered):
+    for configuration in lists.all():
         listed.add(configuration.engine_id)
         yield configuration
-    for engine in graph.engines():
+    for engine in lists.graph.engines():
         if engine.id not in listed:
             made = _configured(engine, {})
             if made is not None:
@@ -492,6 +532,26 @@ def neighbours(knobs: Iterable[Knob], chosen: Mapping[str, int]) -> Iterator[dic
     turned = [[{**chosen, knob.type: value} for value in _values(knob, chosen.get(knob.type))] for knob in knobs]
     for settings in itertools.zip_longest(*turned):
         yield from (setting for setting in settings if setting is not None)
+
+
+def nearest(configurations: Iterable[EngineConfig], candidate: Candidate) -> list[EngineConfig]:
+    """Gives the configurations of a candidate's engine that differ from it in few knobs. See Note [order].
+
+    Args:
+        configurations: in any order; those of other engines are passed over.
+        candidate: one of the source ``graph``.
+
+    Returns:
+        Those that differ in at most `NEAR_KNOBS`, the nearest first, of equally near ones the first first.
+    """
+    chosen = dict(candidate.parameters)
+    apart: list[tuple[int, EngineConfig]] = []
+    for configuration in configurations:
+        if str(configuration.engine_id) == candidate.algo:
+            differing = sum(chosen.get(name) != value for name, value in configuration.knobs.items())
+            apart.append((differing, configuration))
+    apart.sort(key=lambda pair: pair[0])
+    return [configuration for differing, configuration in apart if 0 < differing <= NEAR_KNOBS]
 
 
 def _values(knob: Knob, now: int | None) -> list[int]:
@@ -577,26 +637,28 @@ class _Rules:
             count -= candidate.reason is None
         return list(taken.values())
 
-    def cheapest(self, configurations: Iterable[EngineConfig], known: Container[object] = ()) -> list[_Judged]:
+    def cheapest(
+        self, configurations: Iterable[EngineConfig], compiled: int, known: Container[object] = ()
+    ) -> list[_Judged]:
         """Judges configurations, and leaves out those whose plans would take too long. See Note [wide].
 
         Args:
             configurations: the better first.
+            compiled: so many of them may need a compiler.
             known: keys of configurations that are passed over.
 
         Returns:
             Those to be built, and those that must not be used, none twice, with their candidates.
         """
         taken: dict[object, _Judged] = {}
-        compiled = 0
         for configuration in configurations:
             if configuration.key in known or configuration.key in taken:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None and _compiles(configuration):
-                compiled += candidate.algo not in SLOW
-                if compiled > COMPILED or candidate.algo in SLOW:
+                if compiled == 0 or candidate.algo in SLOW:
                     continue
+                compiled -= 1
             taken[configuration.key] = (configuration, candidate)
         return list(taken.values())
 
@@ -615,17 +677,50 @@ class _Rules:
         tensor_cores = any(_TENSOR_CORE in candidate.notes for candidate in usable)
         taken: dict[object, _Judged] = {}
         for configuration in configurations:
-            if configuration.key in known or configuration.key in taken or _compiles(configuration):
+            # before its knobs are read, which takes cuDNN longest
+            compiled = _compiles(configuration)
+            enough = heard[str(configuration.engine_id)] >= (1 if compiled else OF_EACH) and self._problem.math != "fma"
+            if enough or (compiled and not self._worth_compiling(configuration)):
+                continue
+            if configuration.key in known or configuration.key in taken:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None:
-                enough = heard[candidate.algo] >= OF_EACH and self._problem.math != "fma"
                 slow = tensor_cores and _TENSOR_CORE not in candidate.notes
                 last = candidate.algo == _TAKES_ALL and heard.total() > OF_EACH
-                if enough or slow or last:
+                if slow or last:
                     continue
                 heard[candidate.algo] += 1
             taken[configuration.key] = (configuration, candidate)
+        return list(taken.values())
+
+    def _worth_compiling(self, configuration: EngineConfig) -> bool:
+        """Says whether a fast search compiles a plan for an engine that has not been heard. See Note [order]."""
+        rare = any(
+            max(convolution.dilation) > 1 or (convolution.groups > 1 and convolution.w_shape[1] > 1)
+            for convolution in self._problem.convolutions
+        )
+        return rare and self._problem.math != "fma" and str(configuration.engine_id) not in SLOW
+
+    def nearest(self, lists: Lists, candidate: Candidate, known: Container[object]) -> list[_Judged]:
+        """Gives the `NEAREST` listed configurations around a candidate that may be used and need no compiler.
+
+        Args:
+            lists: of the Problem's graph.
+            candidate: one of the source ``graph``.
+            known: keys of configurations that are passed over.
+
+        Returns:
+            They with their candidates, none twice.
+        """
+        taken: dict[object, _Judged] = {}
+        for configuration in nearest((each for each in lists.asked() if not _compiles(each)), candidate):
+            if len(taken) == NEAREST:
+                break
+            if configuration.key not in known and configuration.key not in taken:
+                judged = self.candidate(configuration)
+                if judged.reason is None:
+                    taken[configuration.key] = (configuration, judged)
         return list(taken.values())
 
     def offers(self, batch: list[_Judged], *, build: bool) -> list[Offer]:
@@ -710,19 +805,44 @@ def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -
 # --- the source -------------------------------------------------------------------------------------------------------
 
 
-class _Offered(threading.local):
-    """The configurations that this thread's last search was offered, so that none is offered twice."""
+@dataclass(slots=True)
+class _Search:
+    """What one search was offered: no configuration twice, and few around leaders that are compiled.
+
+    Attributes:
+        lists: what cuDNN lists for it; None where nobody asked for its candidates.
+        keys: of the configurations.
+        compiled: how many more that need a compiler may be offered around leaders.
+    """
+
+    lists: Lists | None = None
+    keys: set[object] = field(default_factory=set)
+    compiled: int = field(default_factory=lambda: COMPILED_AROUND)
+
+
+class _Searches(threading.local):
+    """This thread's last searches. They are several at once: one of a Problem may ask for some of its rewrites."""
 
     def __init__(self) -> None:
-        self._search: object = None
-        self._keys: set[object] = set()
+        self._kept: collections.OrderedDict[object, _Search] = collections.OrderedDict()
 
-    def to(self, problem: Problem, policy: Policy, *, new: bool = False) -> set[object]:
-        """Gives the keys of a search's configurations; another search, or a new one, begins with none."""
-        if new or self._search != (problem, policy):
-            self._search = (problem, policy)
-            self._keys = set()
-        return self._keys
+    def begin(self, problem: Problem, policy: Policy) -> _Search:
+        """Begins a new search."""
+        key = self._key(problem, policy)
+        self._kept.pop(key, None)
+        self._kept[key] = _Search()
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def of(self, problem: Problem, policy: Policy) -> _Search:
+        """Gives a search that was begun, or begins it."""
+        found = self._kept.get(self._key(problem, policy))
+        return self.begin(problem, policy) if found is None else found
+
+    @staticmethod
+    def _key(problem: Problem, policy: Policy) -> object:
+        return problem, replace(policy, mode="find", effort="fast")
 
 
 class GraphSource:
@@ -739,7 +859,7 @@ class GraphSource:
 
     def __init__(self, properties: DeviceProperties | None = None) -> None:
         self._properties = properties
-        self._offered = _Offered()
+        self._searches = _Searches()
 
     def candidates(self, problem: Problem, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
         """Yields configurations of cuDNN's engines in cuDNN's own order; what must not be used with the reason.
@@ -761,7 +881,9 @@ class GraphSource:
         """
         handle = self._handle()
         heuristic = policy.mode == "heuristic"
+        search = self._searches.begin(problem, policy)
         try:
+            search.lists = Lists(operation_graph(problem, handle, self._properties))
             found = offers(
                 problem,
                 policy,
@@ -770,34 +892,37 @@ class GraphSource:
                 limit=LIMIT,
                 plans=1 if heuristic else None,
                 wide=policy.effort == "wide" and not heuristic,
+                lists=search.lists,
             )
         except CudnnError as error:
             if is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise
         refused = set()
-        known = self._offered.to(problem, policy, new=True)
         for offer in found:
             candidate = offer.candidate
             row = (candidate.algo, candidate.reason)
             if candidate.reason is not None and row in refused:
                 continue
             refused.add(row)
-            known.add(offer.configuration.key)
+            search.keys.add(offer.configuration.key)
             yield self._prepared(problem, policy, handle, offer)
 
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
-        """Yields what differs from a candidate in one knob and may be used. See Note [wide].
+        """Yields what is near a candidate and may be used.
+
+        With the effort "wide" that is what differs from it in one knob, see Note [wide], at most `AROUND`; otherwise
+        what cuDNN lists nearest to it, see Note [order], at most `NEAREST`.
 
         Args:
             problem: the Problem that the candidate is for.
             candidate: one of this source's.
-            policy: determinism and workspace limit.
+            policy: effort, determinism and workspace limit.
             device: a CUDA device, which is current.
 
         Yields:
-            At most `AROUND` candidates, none of which this source has yielded for this Problem and policy on this
-            thread since `candidates` was called for them.
+            Candidates, none of which this source has yielded for this Problem and policy on this thread since
+            `candidates` was called for them; unless it was called for `KEPT` others since.
 
         Raises:
             CudnnError: the engine does not take this Problem, or cuDNN cannot be used.
@@ -805,16 +930,21 @@ class GraphSource:
             MemoryError: cuDNN has no memory.
         """
         handle = self._handle()
+        search = self._searches.of(problem, policy)
         try:
-            engine = self._engine(problem, candidate.algo, handle)
             rules = _Rules(problem, policy, handle, self._properties)
-            known = self._offered.to(problem, policy)
-            chosen = {name: value for name, value in candidate.parameters if isinstance(value, int)}
-            settings = (_configured(engine, setting) for setting in neighbours(engine.knobs, chosen))
-            judged = rules.cheapest((each for each in settings if each is not None), known)
-            batch = [each for each in judged if each[1].reason is None][:AROUND]
+            if policy.effort == "wide":
+                engine = self._engine(problem, candidate.algo, handle)
+                chosen = {name: value for name, value in candidate.parameters if isinstance(value, int)}
+                settings = (_configured(engine, setting) for setting in neighbours(engine.knobs, chosen))
+                there = (each for each in settings if each is not None)
+                judged = rules.cheapest(there, search.compiled, search.keys)
+                batch = [each for each in judged if each[1].reason is None][:AROUND]
+                search.compiled -= sum(_compiles(configuration) for configuration, _ in batch)
+            else:
+                batch = [] if search.lists is None else rules.nearest(search.lists, candidate, search.keys)
             for offer in rules.offers(batch, build=True):
-                known.add(offer.configuration.key)
+                search.keys.add(offer.configuration.key)
                 if offer.candidate.reason is None:
                     yield self._prepared(problem, policy, handle, offer)
         except CudnnError as error:
@@ -875,9 +1005,13 @@ class GraphSource:
         return self._engine(problem, algo, handle).configure(knobs)
 
     def _prepared(self, problem: Problem, policy: Policy, handle: Handle | None, offer: Offer) -> Candidate:
-        """Makes the candidate of an offer, whose plan it has already where one was built."""
+        """Makes the candidate of an offer, whose plan it has already where one was built, else its configuration."""
         candidate = offer.candidate
-        prepared = None if offer.plan is None else _runner(problem, offer.plan, handle)
+        prepared: GraphRunner | EngineConfig | None = None
+        if offer.plan is not None:
+            prepared = _runner(problem, offer.plan, handle)
+        elif candidate.reason is None:
+            prepared = offer.configuration
         # what is refused is not chosen, but a row of a report runs it all the same
         most = _largest(policy, handle, self._properties) if candidate.reason is None else sys.maxsize
         return replace(

@@ -10,9 +10,11 @@ operands. 1-D convolutions run as 2-D ones of height 1. A candidate's workspace 
 
 Note [lists]: cudnnGet*_v7 ranks algorithms without running them, each with its workspace, determinism and math type,
 and that is enough for a finder that measures by itself. It may leave algorithms out; those that have a workspace size
-for the problem are added behind its list. cudnnFind* runs every algorithm some times and reports times, 1.2 to 1.4
-times those that events give: it is called with the effort "wide" only, where its times tell of what the workspace limit
-excludes.
+for the problem are added behind its list. What cannot be the best is left out under the effort "fast", since a run of
+it may take longer than those of all others together (100 ms on an H200 where the best took one): what uses no tensor
+cores and transforms nothing, where others do and a group has `FEW_CHANNELS` or more on both sides. cudnnFind* runs
+every algorithm some times and reports times, 1.2 to 1.4 times those that events give: it is called with the effort
+"wide" only, where its times tell of what the workspace limit excludes.
 
 Note [math]: Find reports a math type for each entry, and that one is set before the entry runs (cupy PR#1428). With
 math "fma" every entry runs under CUDNN_FMA_MATH, the only type that forbids TF32, and entries that want tensor
@@ -48,6 +50,9 @@ from flcuda.finder.sources.staging import ALIGNMENT, BITS, Operand, split_paddin
 LARGEST = 2**31 - 1
 """More elements, or a larger stride, does not fit into the 32-bit integers of the descriptors."""
 
+FEW_CHANNELS = 8
+"""Tensor cores multiply so many at a time, and more; with fewer, who is best is open."""
+
 _NCHW = "nchw"
 _GIVEN = "given"
 _NUMBERED = "ALGO_"
@@ -66,6 +71,8 @@ class _Direction:
         prefix: what the enum's members begin with.
         count: name of the member that counts the algorithms.
         swapped: the C functions take the second input first.
+        plain: names of the algorithms that use no tensor cores and transform nothing, so that they do all operations on
+            the ordinary cores (cuDNN's documentation of the enum).
         racy: names of the algorithms that add with atomics, so that their bits differ from run to run (the header).
     """
 
@@ -77,6 +84,7 @@ class _Direction:
     prefix: str
     count: str
     swapped: bool
+    plain: tuple[str, ...]
     racy: tuple[str, ...] = ()
 
 
@@ -90,6 +98,7 @@ _DIRECTIONS = {
         prefix="CUDNN_CONVOLUTION_FWD_ALGO_",
         count="CUDNN_CONVOLUTION_FWD_ALGO_COUNT",
         swapped=False,
+        plain=("IMPLICIT_GEMM", "GEMM", "DIRECT"),
     ),
     "backward_data": _Direction(
         find="cudnnFindConvolutionBackwardDataAlgorithmEx",
@@ -100,6 +109,7 @@ _DIRECTIONS = {
         prefix="CUDNN_CONVOLUTION_BWD_DATA_ALGO_",
         count="CUDNN_CONVOLUTION_BWD_DATA_ALGO_COUNT",
         swapped=True,
+        plain=("ALGO_0",),
         racy=("ALGO_0",),
     ),
     "backward_filter": _Direction(
@@ -111,6 +121,7 @@ _DIRECTIONS = {
         prefix="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_",
         count="CUDNN_CONVOLUTION_BWD_FILTER_ALGO_COUNT",
         swapped=False,
+        plain=("ALGO_0", "ALGO_3"),
         racy=("ALGO_0", "ALGO_3"),
     ),
 }
@@ -390,6 +401,8 @@ class LegacySource:
             if call.refusal() is not None:
                 continue
             offered = [errata.apply(candidate, problem, gpu) for candidate in _offered(call, measure, limit)]
+            if policy.effort == "fast" and policy.mode == "find":
+                offered = _hopeful(problem, offered)
             yield from offered
             if any(candidate.reason is None for candidate in offered):
                 return
@@ -476,6 +489,16 @@ def _offered(call: Call, measure: bool, limit: int) -> list[Candidate]:
     if not candidates:
         return [_refused(call, "all", f"{row.find if measure else row.get} returned no algorithm")]
     return list(candidates.values())
+
+
+def _hopeful(problem: ConvolutionProblem, offered: list[Candidate]) -> list[Candidate]:
+    """Leaves out what cannot be the best. See Note [lists]."""
+    channels = min(problem.w_shape[0] // problem.groups, problem.w_shape[1])
+    if problem.math == "fma" or channels < FEW_CHANNELS:
+        return offered
+    plain = _DIRECTIONS[problem.direction].plain
+    hopeful = [candidate for candidate in offered if candidate.algo not in plain or candidate.reason is not None]
+    return hopeful if any(candidate.reason is None for candidate in hopeful) else offered
 
 
 def _completed(row: _Direction, call: Call, listed: list[Any], sizes: dict[int, int]) -> list[Any]:

@@ -78,9 +78,8 @@ FAST_WINDOWS = 3
 WIDE = 12
 """So many under the effort "wide"."""
 
-COMPILED = {False: (0, 0), True: (2, 4)}
-"""So many of them may need a compiler, by whether the effort is "wide": of a convolution, and of a matrix product,
-which has no others."""
+COMPILED = 2
+"""So many of them may need a compiler under the effort "wide", none under "fast". A matrix product has no others."""
 
 PAYING = {"tensor_op": 32, "fma": 8}
 """Operations for each byte that the copies move, by math. See Note [paying]."""
@@ -397,12 +396,12 @@ class RewriteSource:
                         return
 
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:
-        """Yields what differs from a candidate in one knob of its inner engine and may be used.
+        """Yields what is near a candidate by its inner engine's knobs and may be used.
 
         Args:
             problem: the Problem that the candidate is for.
             candidate: one of this source's.
-            policy: determinism and workspace limit.
+            policy: effort, determinism and workspace limit.
             device: current for the calling thread.
 
         Yields:
@@ -424,7 +423,7 @@ class RewriteSource:
             parameters=inner_parameters,
             workspace=candidate.workspace - rewrite.copied,
         )
-        for neighbour in look(rewrite.inner, inner, within, device):
+        for neighbour in look(rewrite.inner, inner, replace(within, effort=policy.effort), device):
             if neighbour.reason is None:
                 yield self._outer(rewrite, neighbour, device)
 
@@ -526,7 +525,7 @@ class RewriteSource:
     ) -> Iterator[Candidate]:
         """Yields the first candidates of an inner source. See Note [few]."""
         wide = policy.effort == "wide"
-        compiled = COMPILED[wide][isinstance(rewrite.inner, GraphProblem)]
+        compiled = COMPILED if wide else 0
         by_algo: dict[str, list[Candidate]] = {}
         try:
             offered: Iterable[Candidate] = source.candidates(rewrite.inner, within, device)
