@@ -49,6 +49,7 @@ source).
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -195,6 +196,7 @@ def _graph(problem: Problem) -> Graph:
     return graph
 
 
+@functools.lru_cache(maxsize=64)
 def _copies(problem: Problem) -> tuple[Operand, ...]:
     """Gives the operands of which cuDNN gets a packed copy. See Note [padding] and Note [copies]."""
     if not isinstance(problem, ConvolutionProblem):
