@@ -3648,8 +3648,7 @@ _PACK_WORKSPACE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_VARIANT_PACK_WORKS
 _INT64 = ctypes.c_int.from_param(bindings.CUDNN_TYPE_INT64)
 _VOID_PTR = ctypes.c_int.from_param(bindings.CUDNN_TYPE_VOID_PTR)
 _ONE = ctypes.c_int64.from_param(1)
-
-
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _PARTS = {
     kind: ctypes.c_int.from_param(getattr(bindings, f"CUDNN_BACKEND_{kind}_DESCRIPTOR"))
     for kind in ("ENGINE", "KNOB_CHOICE")
@@ -3660,7 +3659,6 @@ _CHOICES_OF = ctypes.c_int.from_param(bindings.CUDNN_ATTR_ENGINECFG_KNOB_CHOICES
 _CHOICE_TYPE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE)
 _CHOICE_VALUE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE)
 _DESCRIPTOR = ctypes.c_int.from_param(bindings.CUDNN_TYPE_BACKEND_DESCRIPTOR)
-_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _KNOB_TYPE = ctypes.c_int.from_param(bindings.CUDNN_TYPE_KNOB_TYPE)
 
 
