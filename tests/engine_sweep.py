@@ -127,15 +127,16 @@ def _problems(lines: Sequence[str], seed: int) -> Iterator[ConvolutionProblem]:
 def _candidates(problem: ConvolutionProblem, around: int, device: devices.Device) -> Iterator[Candidate]:
     """Gives what a wide search is offered, then the neighbours of the first candidate of each of some engines."""
     source, policy = graph.GraphSource(), Policy(effort="wide")
-    try:
-        offered = list(source.candidates(problem, policy, device))
-    except CudnnNotSupportedError:
-        return
-    usable = [candidate for candidate in offered if candidate.reason is None]
-    yield from usable
-    first = {candidate.algo: candidate for candidate in reversed(usable) if candidate.parameters}
-    for candidate in list(reversed(first.values()))[:around]:
-        yield from source.around(problem, candidate, policy, device)
+    with source.climbing():
+        try:
+            offered = list(source.candidates(problem, policy, device))
+        except CudnnNotSupportedError:
+            return
+        usable = [candidate for candidate in offered if candidate.reason is None]
+        yield from usable
+        first = {candidate.algo: candidate for candidate in reversed(usable) if candidate.parameters}
+        for candidate in list(reversed(first.values()))[:around]:
+            yield from source.around(problem, candidate, policy, device)
 
 
 def _child(lines: Sequence[str], skipped: Sequence[str], end: float, around: int, seed: int) -> None:

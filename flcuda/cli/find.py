@@ -196,6 +196,10 @@ def _check_options(args: argparse.Namespace) -> None:
     for option in ("repeat", "time", "l2", "max_error"):
         if unmeasured and getattr(args, option) is not None:
             raise ValueError(f"--{option.replace('_', '-')} contradicts {unmeasured}, which measures nothing")
+    if args.mode == "heuristic" and args.effort == "wide" and not args.plan_only:
+        raise ValueError("--effort wide contradicts --mode heuristic, which measures nothing")
+    if args.repeat is not None and args.repeat < 2:
+        raise ValueError(f"--repeat {args.repeat} must be 2 or more: one search cannot differ from itself")
     if args.max_error is not None and args.verify is False:
         raise ValueError(f"--max-error {args.max_error} contradicts --no-verify: it needs every candidate's error")
     if args.repeat is not None and args.verify is not None:

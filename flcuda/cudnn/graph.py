@@ -79,7 +79,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import TracebackType
@@ -2570,6 +2570,7 @@ class _EngineFacts(NamedTuple):
         return cls(index, *_notes(engine), _sm_count(engine), engine.count("ENGINE_KNOB_INFO"))
 
 
+@functools.cache
 def _knob_word(value: int) -> str:
     return _enum_word(bindings.cudnnBackendKnobType_t, "CUDNN_KNOB_TYPE_", value)
 
@@ -2710,10 +2711,12 @@ class EngineConfig:
         self._backend = backend
         self.mode = mode
         if facts is None:
+            facts = None if known is None else known.get(_engine_index(backend))
+        if facts is None:
             engine = backend.get_one("ENGINECFG_ENGINE")
-            index = int(engine.get_one("ENGINE_GLOBAL_INDEX"))
-            known = {} if known is None else known
-            facts = known.get(index) or known.setdefault(index, _EngineFacts.read(engine, index))
+            facts = _EngineFacts.read(engine, int(engine.get_one("ENGINE_GLOBAL_INDEX")))
+            if known is not None:
+                known[facts.id] = facts
         self.engine_id = facts.id
         self.numerical_notes, self.behavior_notes = facts.numerical_notes, facts.behavior_notes
         self.sm_count = facts.sm_count
@@ -2733,12 +2736,9 @@ class EngineConfig:
     @functools.cached_property
     def knobs(self) -> dict[str, int]:
         """The chosen values by the words of `Engine.knobs`; cuDNN chooses what is not there."""
-        return {
-            _knob_word(choice.get_one("KNOB_CHOICE_KNOB_TYPE")): int(choice.get_one("KNOB_CHOICE_KNOB_VALUE"))
-            for choice in self._backend.get("ENGINECFG_KNOB_CHOICES", room=self._knob_count)
-        }
+        return _chosen_knobs(self._backend, self._knob_count)
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[int, tuple[tuple[str, int], ...], int]:
         """The engine, its knobs in order, and its multiprocessors: what makes two configurations equal."""
         return self.engine_id, tuple(sorted(self.knobs.items())), self.sm_count
@@ -3517,7 +3517,7 @@ class ExecutionPlan:
         if self._pointer is None:
             raise ValueError(f"this {self._backend.kind} descriptor is closed")
         packs = self._packs
-        create, put, finalize, _, destroy = self._raw
+        create, put, finalize, _, destroy, _ = self._raw
         if len(packs) >= _PACKS:
             _, pack = packs.popitem(last=False)
             destroy(pack.address)
@@ -3648,6 +3648,18 @@ _PACK_WORKSPACE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_VARIANT_PACK_WORKS
 _INT64 = ctypes.c_int.from_param(bindings.CUDNN_TYPE_INT64)
 _VOID_PTR = ctypes.c_int.from_param(bindings.CUDNN_TYPE_VOID_PTR)
 _ONE = ctypes.c_int64.from_param(1)
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_PARTS = {
+    kind: ctypes.c_int.from_param(getattr(bindings, f"CUDNN_BACKEND_{kind}_DESCRIPTOR"))
+    for kind in ("ENGINE", "KNOB_CHOICE")
+}
+_ENGINE_OF = ctypes.c_int.from_param(bindings.CUDNN_ATTR_ENGINECFG_ENGINE)
+_ENGINE_INDEX = ctypes.c_int.from_param(bindings.CUDNN_ATTR_ENGINE_GLOBAL_INDEX)
+_CHOICES_OF = ctypes.c_int.from_param(bindings.CUDNN_ATTR_ENGINECFG_KNOB_CHOICES)
+_CHOICE_TYPE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE)
+_CHOICE_VALUE = ctypes.c_int.from_param(bindings.CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE)
+_DESCRIPTOR = ctypes.c_int.from_param(bindings.CUDNN_TYPE_BACKEND_DESCRIPTOR)
+_KNOB_TYPE = ctypes.c_int.from_param(bindings.CUDNN_TYPE_KNOB_TYPE)
 
 
 class _RawFunctions(NamedTuple):
@@ -3662,6 +3674,7 @@ class _RawFunctions(NamedTuple):
     finalize: Any
     execute: Any
     destroy: Any
+    get_attribute: Any
 
 
 @functools.cache
@@ -3670,9 +3683,81 @@ def _raw_functions() -> _RawFunctions:
     return _RawFunctions(
         *(
             library.function(f"cudnnBackend{name}")
-            for name in ("CreateDescriptor", "SetAttribute", "Finalize", "Execute", "DestroyDescriptor")
+            for name in (
+                "CreateDescriptor",
+                "SetAttribute",
+                "Finalize",
+                "Execute",
+                "DestroyDescriptor",
+                "GetAttribute",
+            )
         )
     )
+
+
+@contextlib.contextmanager
+def _parts(configuration: Backend, attribute: Any, kind: str, room: int) -> Iterator[list[ctypes.c_void_p]]:
+    """Reads descriptors out of a configuration, by raw functions: heuristics list thousands in a search.
+
+    Args:
+        configuration: finalized; alive until the end, see Note [order of frees].
+        attribute: of it.
+        kind: of the descriptors, a key of `_PARTS`.
+        room: how many there may be.
+
+    Yields:
+        Those that cuDNN delivered; destroyed at the end.
+    """
+    raw = _raw_functions()
+    array = (ctypes.c_void_p * room)()
+    made = 0
+    try:
+        for place in range(room):
+            _succeed("CreateDescriptor", raw.create(_PARTS[kind], ctypes.byref(array, place * _POINTER_BYTES)))
+            made += 1
+        count = ctypes.c_int64()
+        given = configuration.descriptor
+        _succeed(
+            "GetAttribute",
+            raw.get_attribute(given, attribute, _DESCRIPTOR, ctypes.c_int64(room), ctypes.byref(count), array),
+        )
+        yield [ctypes.c_void_p(address) for address in array[: min(room, count.value)]]
+    finally:
+        for address in array[:made]:
+            raw.destroy(ctypes.c_void_p(address))
+
+
+def _engine_index(configuration: Backend) -> int:
+    """Reads the number of a configuration's engine."""
+    with _parts(configuration, _ENGINE_OF, "ENGINE", 1) as (engine,):
+        return _number(engine, _ENGINE_INDEX, _INT64, ctypes.c_int64())
+
+
+def _chosen_knobs(configuration: Backend, room: int) -> dict[str, int]:
+    """Reads the values of a configuration's knobs, by the words of their types."""
+    if room == 0:
+        return {}
+    with _parts(configuration, _CHOICES_OF, "KNOB_CHOICE", room) as choices:
+        return {
+            _knob_word(_number(choice, _CHOICE_TYPE, _KNOB_TYPE, ctypes.c_int())): _number(
+                choice, _CHOICE_VALUE, _INT64, ctypes.c_int64()
+            )
+            for choice in choices
+        }
+
+
+def _number(descriptor: ctypes.c_void_p, attribute: Any, kind: Any, value: Any) -> int:
+    """Reads an attribute that is one number, by a raw function, into a value of its type."""
+    count = ctypes.c_int64()
+    get = _raw_functions().get_attribute
+    _succeed("GetAttribute", get(descriptor, attribute, kind, _ONE, ctypes.byref(count), ctypes.byref(value)))
+    return int(value.value)
+
+
+def _succeed(name: str, status: int) -> None:
+    """Raises for the status of a raw function that is not success."""
+    if status:
+        raise libraries.failure(f"cudnnBackend{name}", status)
 
 
 class _Pack:

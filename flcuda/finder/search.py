@@ -11,6 +11,7 @@ around the leaders every configuration that differs from them in one knob, not o
 Engines that no heuristic lists are engines that nobody has vetted for the Problem. So whatever may win is verified.
 """
 
+import contextlib
 import copy
 import logging
 import threading
@@ -444,6 +445,23 @@ def _measured_rows(
     key: Key, device: Device, asked: tuple[Source, ...], progress: Progress | None, verify: bool, details: bool
 ) -> tuple[list[Row], dict[str, float]]:
     """Measures the candidates; gives the rows, and the seconds of asking the sources and of measuring."""
+    climbs = {source.name: source for source in asked if isinstance(source, Climbing)}
+    with contextlib.ExitStack() as stack:
+        for source in climbs.values():
+            stack.enter_context(source.climbing())
+        return _climbed_rows(key, device, asked, climbs, progress, verify, details)
+
+
+def _climbed_rows(
+    key: Key,
+    device: Device,
+    asked: tuple[Source, ...],
+    climbs: Mapping[str, Climbing],
+    progress: Progress | None,
+    verify: bool,
+    details: bool,
+) -> tuple[list[Row], dict[str, float]]:
+    """See `_measured_rows`; the sources that climb keep what they need for it."""
     start = time.perf_counter()
     problem, policy = key.problem, key.policy
     candidates = list(_offered(key, device, asked))
@@ -463,7 +481,6 @@ def _measured_rows(
             announced, sets, device, policy, verifier, workspace_limit=limit, kernels=details, known=known, fine=fine
         )
 
-    climbs = {source.name: source for source in asked if isinstance(source, Climbing)}
     measured = run(candidates, (), fine=not climbs)
     around: set[object] = set()
     for _ in range(ROUNDS if climbs else 0):

@@ -523,6 +523,73 @@ def test_damaged_json_never_ends_the_process(name: str, h200: DeviceProperties, 
     assert done.stdout == "done\n", f"ended with {done.returncode} at {done.stderr.splitlines()[-1:]}"
 
 
+# --- what heuristics list ---------------------------------------------------------------------------------------------
+
+
+def listed_graph(h200: DeviceProperties) -> OperationGraph:
+    made = Graph("float32")
+    x = made.tensor((8, 64, 28, 28), "float16", layout="nhwc")
+    w = made.tensor((64, 64, 3, 3), "float16", layout="nhwc")
+    made.output(made.convolution_forward(x, w, padding=1), layout="nhwc")
+    return made.build(device=h200)
+
+
+def test_a_configuration_says_what_its_descriptors_say(h200: DeviceProperties) -> None:
+    described = listed_graph(h200)
+    found = [each for mode in ("A", "B") for each in described.heuristics(mode)]
+    assert len(found) > 20
+    assert any(each.knobs for each in found)
+    for each in found:
+        engine = each._backend.get_one("ENGINECFG_ENGINE")
+        assert each.engine_id == engine.get_one("ENGINE_GLOBAL_INDEX")
+        choices = each._backend.get("ENGINECFG_KNOB_CHOICES", room=32)
+        assert each.knobs == {
+            graph._knob_word(choice.get_one("KNOB_CHOICE_KNOB_TYPE")): choice.get_one("KNOB_CHOICE_KNOB_VALUE")
+            for choice in choices
+        }
+
+
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_what_is_read_of_a_configuration_is_destroyed(
+    h200: DeviceProperties, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Also when cuDNN refuses the n-th question."""
+    raw = graph._raw_functions()
+    live: set[int] = set()
+    asked = 0
+
+    def create(kind: Any, out: Any) -> int:
+        status = int(raw.create(kind, out))
+        live.add(made_at(out))
+        return status
+
+    def made_at(out: Any) -> int:
+        # of an array the reference is into its middle: what is not yet known is the new one
+        values = out._obj
+        values = [values.value] if not isinstance(values, ctypes.Array) else list(values)
+        (new,) = {value for value in values if value} - live
+        return int(new)
+
+    def destroy(descriptor: Any) -> int:
+        live.remove(descriptor.value)
+        return int(raw.destroy(descriptor))
+
+    def get(*arguments: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return 5000 if asked == failing else int(raw.get_attribute(*arguments))
+
+    configuration = next(each for each in listed_graph(h200).heuristics("A") if each._knob_count > 1)
+    expected = configuration.knobs
+    changed = raw._replace(create=create, destroy=destroy, get_attribute=get)
+    monkeypatch.setattr(graph, "_raw_functions", lambda: changed)
+    with pytest.raises(CudnnError, match="cudnnBackendGetAttribute"):
+        graph._chosen_knobs(configuration._backend, configuration._knob_count)
+    assert not live
+    assert graph._chosen_knobs(configuration._backend, configuration._knob_count) == expected
+    assert not live
+
+
 # --- variant packs --------------------------------------------------------------------------------------------------
 
 

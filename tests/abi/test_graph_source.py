@@ -1,10 +1,12 @@
 """The source of the graph API through the real library, on the profile of an H200: no GPU is needed."""
 
+import gc
 import json
 import math
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -198,9 +200,15 @@ def test_of_rare_convolutions_one_plan_of_each_compiled_engine_is_built(h200, li
     assert compiled(str(depthwise)).keys() <= first
 
 
-def test_a_fast_search_climbs_over_what_is_listed(h200):
-    line = "forward n8 c160 32x32 k160 3x3 p1 float16 nhwc"
-    problem, source = ConvolutionProblem.parse(line), GraphSource(h200)
+@pytest.fixture
+def source(h200):
+    made = GraphSource(h200)
+    with made.climbing():
+        yield made
+
+
+def test_a_fast_search_climbs_over_what_is_listed(h200, source):
+    problem = ConvolutionProblem.parse("forward n8 c160 32x32 k160 3x3 p1 float16 nhwc")
     found = [each for each in source.candidates(problem, Policy(), None) if each.reason is None]
     graph = operation_graph(problem, properties=h200)
     listed = {
@@ -224,26 +232,52 @@ def test_a_fast_search_climbs_over_what_is_listed(h200):
     assert len(distances) > module.NEAREST
     assert distances == sorted(distances)
     assert 1 <= distances[0] <= distances[-1] <= module.NEAR_KNOBS
-    # what was not searched for has no lists
+    # outside of a search nothing is known of what is listed
     assert list(GraphSource(h200).around(problem, found[0], Policy(), None)) == []
 
 
 def test_a_search_within_another_does_not_end_it(h200):
     problem, source = ConvolutionProblem.parse("forward n8 c160 32x32 k160 3x3 p1 float16 nhwc"), GraphSource(h200)
-    leader = next(iter(source.candidates(problem, Policy(), None)))
-    near = list(source.around(problem, leader, Policy(), None))
-    others = [with_batch(problem, n) for n in range(1, module.KEPT)]
-    for other in others:
+    with source.climbing():
+        leader = next(iter(source.candidates(problem, Policy(), None)))
+        near = list(source.around(problem, leader, Policy(), None))
+        other = ConvolutionProblem.parse(str(problem).replace("n8", "n9"))
         list(source.candidates(other, Policy(mode="heuristic"), None))
-    again = list(source.around(problem, leader, Policy(), None))
+        with source.climbing():
+            assert list(source.around(problem, leader, Policy(), None)) == []
+        again = list(source.around(problem, leader, Policy(), None))
     assert again
     assert not {each.identity for each in near} & {each.identity for each in again}
-    list(source.candidates(with_batch(problem, module.KEPT), Policy(mode="heuristic"), None))
-    assert list(source.around(problem, leader, Policy(), None)) == []
 
 
-def with_batch(problem, batch):
-    return ConvolutionProblem.parse(str(problem).replace("n8", f"n{batch + 8}"))
+def test_what_is_listed_is_kept_until_the_search_ends(h200, monkeypatch):
+    """A configuration is 27 KiB of cuDNN's; a candidate may live as long as the process."""
+    problem, source = ConvolutionProblem.parse("forward n8 c160 32x32 k160 3x3 p1 float16 nhwc"), GraphSource(h200)
+    made = []
+    configured = GraphSource._configured
+    monkeypatch.setattr(
+        GraphSource, "_configured", lambda self, *asked: made.append(asked[1]) or configured(self, *asked)
+    )
+    listed = weakref.WeakSet()
+    heuristics = module.OperationGraph.heuristics
+
+    def watched(self, *arguments, **keywords):
+        found = heuristics(self, *arguments, **keywords)
+        listed.update(found)
+        return found
+
+    monkeypatch.setattr(module.OperationGraph, "heuristics", watched)
+    for mode in ("find", "heuristic"):
+        with source.climbing():
+            candidates = [each for each in source.candidates(problem, Policy(mode=mode), None) if each.reason is None]
+            near = list(source.around(problem, candidates[0], Policy(mode=mode), None))
+            gc.collect()
+            assert len(listed) > len(candidates) + len(near)
+        gc.collect()
+        assert len(listed) == 0
+        assert candidates[1].build().plan.tag != candidates[0].build().plan.tag
+    # of a mode in which plans are not built, one that was not built within the search is made anew
+    assert made == [candidates[1].algo]
 
 
 @pytest.mark.usefixtures("_on_9_28")
@@ -445,9 +479,9 @@ def test_without_measuring_wide_builds_one_plan(h200, monkeypatch):
 
 
 @pytest.mark.parametrize("line", [*WIDE, "backward_filter n8 c32 28x28 k32 3x3 p1 bfloat16 nhwc"])
-def test_around_a_candidate_one_knob_differs(h200, line):
+def test_around_a_candidate_one_knob_differs(h200, source, line):
     policy = Policy(effort="wide")
-    problem, source = ConvolutionProblem.parse(line), GraphSource(h200)
+    problem = ConvolutionProblem.parse(line)
     found = [candidate for candidate in source.candidates(problem, policy, None) if candidate.reason is None]
     seen = {candidate.identity for candidate in found}
     total = 0
@@ -507,10 +541,9 @@ def test_around_keeps_to_the_rules(h200, monkeypatch):
         list(source.around(problem, replace(leader, algo="GEMM"), Policy(effort="wide"), None))
 
 
-def test_around_a_compiled_candidate_few_are_built(h200, monkeypatch):
+def test_around_a_compiled_candidate_few_are_built(h200, source, monkeypatch):
     monkeypatch.setattr(module, "COMPILED_AROUND", 2)
     problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
-    source = GraphSource(h200)
     engines = operation_graph(problem, properties=h200).engines()
     engine = next(each for each in engines if "runtime_compilation" in each.behavior_notes and each.knobs)
     leader = module._candidate(problem, engine.configure(), errata.Gpu(90, 92800))
@@ -525,21 +558,23 @@ def test_around_a_compiled_candidate_few_are_built(h200, monkeypatch):
 
 def test_what_was_not_built_keeps_its_configuration_until_it_is(h200, monkeypatch):
     problem = ConvolutionProblem.parse("forward n8 c32 28x28 k32 3x3 p1 float16 nhwc")
-    first, second, *_ = [
-        candidate
-        for candidate in GraphSource(h200).candidates(problem, Policy(mode="heuristic"), None)
-        if candidate.reason is None
-    ]
+    source = GraphSource(h200)
     made = []
     configured = GraphSource._configured
     monkeypatch.setattr(
         GraphSource, "_configured", lambda self, *asked: made.append(asked[1]) or configured(self, *asked)
     )
-    assert first.build().plan.tag == first.build().plan.tag
-    assert made == [first.algo]
-    made.clear()
-    assert second.build().plan.tag == second.build().plan.tag != first.build().plan.tag
-    assert made == [second.algo, first.algo]
+    with source.climbing():
+        first, second, *_ = [
+            candidate
+            for candidate in source.candidates(problem, Policy(mode="heuristic"), None)
+            if candidate.reason is None
+        ]
+        assert first.build().plan.tag == first.build().plan.tag
+        assert made == [first.algo]
+        made.clear()
+        assert second.build().plan.tag == second.build().plan.tag != first.build().plan.tag
+        assert made == [second.algo, first.algo]
 
 
 @given(

@@ -129,7 +129,7 @@ def test_neighbours_in_knob_space(h200, form) -> None:
     source, candidates = offered(SpaceToDepth, h200, problem)
     own = 3 if form[1] else 2
     hopper = next(candidate for candidate in candidates if candidate.algo == "graph:62" and _form(candidate) == form)
-    found = list(source.around(problem, hopper, Policy(workspace_limit=LIMIT), None))
+    found = list(source.around(problem, hopper, Policy(effort="wide", workspace_limit=LIMIT), None))
     assert found
     assert {candidate.id for candidate in found} == {hopper.id}
     assert {candidate.identity for candidate in found} - {candidate.identity for candidate in candidates}

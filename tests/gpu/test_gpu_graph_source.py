@@ -351,7 +351,7 @@ def test_around_a_candidate_everything_runs_right(direction, word):
     problem = ConvolutionProblem.parse(f"{direction} n8 c32 28x28 k32 3x3 p1 {word}")
     source, policy = GraphSource(), Policy(effort="wide")
     first, second, _ = problem.operands
-    with device.use():
+    with device.use(), source.climbing():
         arrays = problem.random_arrays(seed=11, device=device)
         wanted, scale = exact(problem, arrays)
         found = [each for each in source.candidates(problem, policy, device) if each.reason is None]

@@ -1,5 +1,6 @@
 """Finding, planning, falling to the next candidate: with fake sources, and with the reference source on the CPU."""
 
+import contextlib
 import json
 import math
 import subprocess
@@ -842,7 +843,18 @@ class TestVerify:
 class Climbing(FakeSource):
     """A source whose candidates have neighbours: one knob lower, down to where it is fastest."""
 
+    open = 0
+
+    @contextlib.contextmanager
+    def climbing(self):
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
     def around(self, problem, candidate, policy, device):
+        assert self.open == 1
         self.looked = [*getattr(self, "looked", []), candidate.algo]
         for step in (-1, 1):
             number = int(candidate.algo) + step
@@ -872,6 +884,14 @@ class TestWide:
         assert find(PROBLEM).best.algo == "3"
         assert source.looked[:2] == ["6", "30"]
         assert "40" not in source.looked
+        assert source.open == 0
+
+    def test_a_search_that_fails_leaves_none_open(self, monkeypatch):
+        source = self.climbing(monkeypatch, Fake("6", delay=3))
+        monkeypatch.setattr(search.measure, "operand_sets", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            find(PROBLEM)
+        assert source.open == 0
 
     def test_it_ends(self, monkeypatch):
         Verdicts(monkeypatch)

@@ -3,6 +3,7 @@
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from flcuda.device import Device
@@ -57,8 +58,13 @@ class Source(Protocol):
 class Climbing(Source, Protocol):
     """A Source that knows what is near a candidate, so that a search can climb from it."""
 
+    def climbing(self) -> AbstractContextManager[None]:
+        """Lasts for one search on this thread: what the source keeps for `around`, it keeps until the end."""
+
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterable[Candidate]:
         """Yields what is near a candidate and may be faster; what it has yielded before may come again.
+
+        It is asked within `climbing`, after `candidates`.
 
         Args:
             problem: what the candidate is for.

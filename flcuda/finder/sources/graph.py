@@ -49,10 +49,12 @@ source).
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,10 +102,6 @@ AROUND = 64
 """So many neighbours of a candidate are offered, the nearest first. Each is run, in a millisecond or two: with a few
 leaders in a few rounds this is a second a problem, of the two that a wide search may take. Most engines have 20 to 40.
 """
-
-KEPT = 8
-"""A thread keeps what so many of its last searches were offered: a Problem has a handful of rewrites. Kept are the
-configurations that cuDNN lists, about a hundred each."""
 
 ALL_VALUES = 32
 """A knob with more values than that is turned by 1, 2, 4, ... steps and to its powers of two."""
@@ -195,6 +193,7 @@ def _graph(problem: Problem) -> Graph:
     return graph
 
 
+@functools.lru_cache(maxsize=64)
 def _copies(problem: Problem) -> tuple[Operand, ...]:
     """Gives the operands of which cuDNN gets a packed copy. See Note [padding] and Note [copies]."""
     if not isinstance(problem, ConvolutionProblem):
@@ -805,6 +804,10 @@ def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -
 # --- the source -------------------------------------------------------------------------------------------------------
 
 
+Prepared = GraphRunner | EngineConfig | weakref.ref[EngineConfig]
+"""What a candidate may have of its runner before anybody builds it."""
+
+
 @dataclass(slots=True)
 class _Search:
     """What one search was offered: no configuration twice, and few around leaders that are compiled.
@@ -821,23 +824,24 @@ class _Search:
 
 
 class _Searches(threading.local):
-    """This thread's last searches. They are several at once: one of a Problem may ask for some of its rewrites."""
+    """This thread's open search and those within it, by Problem and policy: one may ask for rewrites of its Problem.
 
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[object, _Search] = collections.OrderedDict()
+    Attributes:
+        kept: None when there is none open.
+    """
+
+    kept: dict[object, _Search] | None = None
 
     def begin(self, problem: Problem, policy: Policy) -> _Search:
-        """Begins a new search."""
-        key = self._key(problem, policy)
-        self._kept.pop(key, None)
-        self._kept[key] = _Search()
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        """Begins one; it is kept where a search is open."""
+        begun = _Search()
+        if self.kept is not None:
+            self.kept[self._key(problem, policy)] = begun
+        return begun
 
     def of(self, problem: Problem, policy: Policy) -> _Search:
-        """Gives a search that was begun, or begins it."""
-        found = self._kept.get(self._key(problem, policy))
+        """Gives one that was begun, or begins it."""
+        found = None if self.kept is None else self.kept.get(self._key(problem, policy))
         return self.begin(problem, policy) if found is None else found
 
     @staticmethod
@@ -908,6 +912,19 @@ class GraphSource:
             search.keys.add(offer.configuration.key)
             yield self._prepared(problem, policy, handle, offer)
 
+    @contextlib.contextmanager
+    def climbing(self) -> Iterator[None]:
+        """Opens a search on this thread: until its end, what cuDNN lists and what was offered is kept for `around`.
+
+        That is 27 KiB a configuration, 2.5 MB a Problem (cuDNN 9.19).
+        """
+        before = self._searches.kept
+        self._searches.kept = {}
+        try:
+            yield
+        finally:
+            self._searches.kept = before
+
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:  # noqa: ARG002
         """Yields what is near a candidate and may be used.
 
@@ -921,8 +938,8 @@ class GraphSource:
             device: a CUDA device, which is current.
 
         Yields:
-            Candidates, none of which this source has yielded for this Problem and policy on this thread since
-            `candidates` was called for them; unless it was called for `KEPT` others since.
+            Candidates, none of which this source has yielded for this Problem and policy within the same `climbing`;
+            outside of one nothing is known of what is listed.
 
         Raises:
             CudnnError: the engine does not take this Problem, or cuDNN cannot be used.
@@ -1007,11 +1024,12 @@ class GraphSource:
     def _prepared(self, problem: Problem, policy: Policy, handle: Handle | None, offer: Offer) -> Candidate:
         """Makes the candidate of an offer, whose plan it has already where one was built, else its configuration."""
         candidate = offer.candidate
-        prepared: GraphRunner | EngineConfig | None = None
+        prepared: Prepared | None = None
         if offer.plan is not None:
             prepared = _runner(problem, offer.plan, handle)
         elif candidate.reason is None:
-            prepared = offer.configuration
+            # an open search keeps it
+            prepared = weakref.ref(offer.configuration)
         # what is refused is not chosen, but a row of a report runs it all the same
         most = _largest(policy, handle, self._properties) if candidate.reason is None else sys.maxsize
         return replace(
@@ -1024,7 +1042,7 @@ class GraphSource:
         self,
         problem: Problem,
         candidate: Candidate,
-        prepared: GraphRunner | EngineConfig | None,
+        prepared: Prepared | None,
         of: Handle | None,
         largest: int,
     ) -> Callable[[], GraphRunner]:
@@ -1038,9 +1056,11 @@ class GraphSource:
 
         def build() -> GraphRunner:
             handle = self._handle()
-            made: GraphRunner | EngineConfig | None = None
+            made: Prepared | None = None
             with contextlib.suppress(IndexError):
                 made = waiting.pop()
+            if isinstance(made, weakref.ref):
+                made = made()
             if isinstance(made, GraphRunner) and handle is of:
                 return made
             if not isinstance(made, EngineConfig) or handle is not of:

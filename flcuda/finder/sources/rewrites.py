@@ -49,6 +49,7 @@ not with a stride. So there are two paddings where channels are few and the stri
 less, and to 16. In float16 the legacy algorithms, and only they, have fast kernels for 4 channels: a third padding.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -394,6 +395,15 @@ class RewriteSource:
                     yield self._outer(rewrite, candidate, device)
                     if policy.mode == "heuristic":
                         return
+
+    @contextlib.contextmanager
+    def climbing(self) -> Iterator[None]:
+        """Opens a search of the inner sources on this thread, until its end."""
+        with contextlib.ExitStack() as stack:
+            for inner in (self._source("graph"),) if self._given is None else self._given:
+                if hasattr(inner, "climbing"):
+                    stack.enter_context(inner.climbing())
+            yield
 
     def around(self, problem: Problem, candidate: Candidate, policy: Policy, device: Device) -> Iterator[Candidate]:
         """Yields what is near a candidate by its inner engine's knobs and may be used.
