@@ -47,6 +47,7 @@ Answer = dict[str, Any]
 ORIGINAL: Answer = {
     "of": "flashlight#631: ResNet-34, batch 128, float32, one V100 16 GB",
     "images_per_s": {"a": 1143.0, "c": 1371.0},
+    "ratios": {"a": 1.0, "c": 1.20},
     "ratio": 1.20,
 }
 
@@ -308,11 +309,13 @@ def show(result: Answer) -> None:
     print(result["machine_line"])
     shape = "x".join(map(str, result["image"]))
     print(f"{result['network']}, {result['precision']}, batch {result['batch']}, images {shape}, on the device")
-    print(f"{'':<44} images/s   ratio   by events   ratio    host ms")
+    print(f"{'':<44} images/s   ratio  original   by events   ratio    host ms")
     for row in result["rows"]:
+        original = result["original"]["ratios"].get(row["variant"])
+        theirs = "" if original is None else f"{original:.2f}"
         print(
-            f"({row['variant']}) {row['what']:<40} {row['images_per_s']:8.1f}  {row['ratio']:6.3f}   "
-            f"{row['images_per_s_by_events']:9.1f}  {row['ratio_by_events']:6.3f}  {row['host_ms']:9.2f}"
+            f"({row['variant']}) {row['what']:<40} {row['images_per_s']:8.1f}  {row['ratio']:6.3f}  "
+            f"{theirs:>8}   {row['images_per_s_by_events']:9.1f}  {row['ratio_by_events']:6.3f}  {row['host_ms']:9.2f}"
             f"{'' if row['queued'] else '  (the host waits within)'}"
         )
     before, after = ORIGINAL["images_per_s"].values()

@@ -1,5 +1,6 @@
 """The benchmarks of the scaler and of flashlight's change: their arithmetic, and small runs of both on the CPU."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -68,8 +69,10 @@ class Clock:
 # --- floors, ratios, bars ---------------------------------------------------------------------------------------------
 
 
-def row(side: str, name: str, of: str, ms: float | None) -> dict:
-    return {"side": side, "name": name, "of": of, **({"error": "no"} if ms is None else {"median_ms": ms})}
+def row(side: str, name: str, of: str, ms: float | None, nbytes: int | None = None) -> dict:
+    moved = {"check": 1000, "step": 6000}[of] if nbytes is None else nbytes
+    times = {"error": "no"} if ms is None else {"median_ms": ms}
+    return {"side": side, "name": name, "of": of, "nbytes": moved, **times}
 
 
 def rows() -> list[dict]:
@@ -82,18 +85,19 @@ def rows() -> list[dict]:
         row("flcuda", "check", "check", 0.024),
         row("flcuda", "check, unscale, SGD momentum", "step", 0.125),
         row("cupy", "isfinite: a loop without reads", "check", None),
-        row("torch", "fused SGD", "step", 0.4),
+        row("torch", "fused SGD", "step", 0.4, 3000),
     ]
 
 
 def test_a_floor_is_the_smaller_of_the_best_copy_and_the_best_kernel(bench):
     floors, kept = bench.with_floors(rows())
-    assert floors["check"] == {"copy_ms": 0.025, "kernel_ms": 0.02, "ms": 0.02}
-    assert floors["step"] == {"copy_ms": 0.1, "kernel_ms": 0.125, "ms": 0.1}
+    assert floors["check"] == {"copy_ms": 0.025, "kernel_ms": 0.02, "ms": 0.02, "nbytes": 1000}
+    assert floors["step"] == {"copy_ms": 0.1, "kernel_ms": 0.125, "ms": 0.1, "nbytes": 6000}
     by_name = {(r["side"], r["name"]): r for r in kept}
     assert ("floor", "read only, 4 blocks a processor") not in by_name
     assert by_name["flcuda", "check"]["ratio"] == pytest.approx(1.2)
-    assert by_name["torch", "fused SGD"]["ratio"] == pytest.approx(4.0)
+    # of half the bytes, for which the floor would take half the time
+    assert by_name["torch", "fused SGD"]["ratio"] == pytest.approx(8.0)
     assert "ratio" not in by_name["cupy", "isfinite: a loop without reads"]
 
 
@@ -141,17 +145,77 @@ def test_check_and_update_skips_an_invalid_set_and_changes_a_valid_one(sets):
     assert int(sets[1].flags[1]) == len(sets[1].arenas[0].segments)
 
 
-def test_the_whole_step_updates_as_the_kernels_alone(sets):
-    sets[0].check_and_update()
-    sets[1].whole()
-    for first, second in zip(sets[0].arenas, sets[1].arenas, strict=True):
-        np.testing.assert_array_equal(first.master, second.master)
-    assert sets[1].counters.tolist() == [1, 0, 0]
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_the_scaler_updates_as_the_kernels_alone(bench, poisoned):
+    values = bench.normal_values(1 << 12)
+    alone, whole, stepwise = (bench.Set("tiny", "float16", CPU, values) for _ in range(3))
+    statistics = [state.pending.copy() + 1 for state in whole.optimizer.statistics]
+    for each in (alone, whole, stepwise):
+        each.arenas[1].grad[3] = math.inf if poisoned else 3
+        for state in each.optimizer.statistics:
+            state.pending += 1
+    before = alone.arenas[0].master.copy()
+    for _ in range(2):
+        alone.check_and_update()
+        whole.whole()
+        assert stepwise.stepwise() is not poisoned
+    assert np.array_equal(before, alone.arenas[0].master) is poisoned
+    for other in (whole, stepwise):
+        for first, second in zip(alone.arenas, other.arenas, strict=True):
+            np.testing.assert_array_equal(first.master, second.master)
+            np.testing.assert_array_equal(first.data, second.data)
+            np.testing.assert_array_equal(first.grad, second.grad)
+        state = other.scaler.state_dict()
+        assert (state["skipped_steps"], state["steps"]) == (2 * poisoned, 2)
+        assert state["scale"] == (bench.SCALE / 4 if poisoned else bench.SCALE)
+    for state, expected in zip(whole.optimizer.statistics, statistics, strict=True):
+        np.testing.assert_array_equal(state.running, expected - poisoned)
+
+
+def test_cupys_ways_see_what_is_invalid(bench, sets):
+    theirs = bench.CupySet(sets[0], CPU)
+    assert [bits.dtype.name for bits in theirs.bits] == ["uint16", "uint32"]
+    assert theirs.reading()
+    assert theirs.flat_reading()
+    sets[0].arenas[1].grad[0] = math.nan
+    assert not theirs.reading()
+    assert not theirs.flat_reading()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_exponent_of_all_ones_is_what_is_not_finite(bench, dtype):
+    dtype_of = bench.devices.DTYPES[dtype]
+    values = np.array([0, 1, -6e4, 3e-8, math.inf, -math.inf, math.nan, -math.nan]).astype(dtype_of)
+    bits = values.view(f"uint{8 * values.itemsize}").astype(np.uint32)
+    full = (bits & bench.EXPONENT[dtype]) == bench.EXPONENT[dtype]
+    np.testing.assert_array_equal(full, ~np.isfinite(values.astype(np.float64)))
+
+
+def test_the_kernels_that_cupy_is_given(bench, monkeypatch):
+    made = []
+    kernels = SimpleNamespace(
+        ReductionKernel=lambda *words: made.append(words), ElementwiseKernel=lambda *words: made.append(words)
+    )
+    monkeypatch.setattr(bench.devices, "cupy", lambda: kernels)
+    for make in (bench.cupy_check, bench.cupy_update):
+        make.cache_clear()
+    bench.cupy_check("bfloat16")
+    bench.cupy_update(1, False)
+    bench.cupy_update(2, True)
+    for make in (bench.cupy_check, bench.cupy_update):
+        make.cache_clear()
+    reduction, single, double = made
+    assert reduction[2] == "(bits & 0x7f80u) == 0x7f80u"
+    assert "if (found[0] == 0)" in single[2]
+    assert "data" not in single[1] + single[2]
+    assert "found[0] == 0 && found[1] == 0" in double[2]
+    assert double[1].endswith("T data")
+    assert len({words[-1] for words in made}) == 3
 
 
 def test_a_peer_that_raises_gives_the_reason_and_one_of_ours_ends_the_run(bench):
     def refuse() -> None:
-        raise TypeError("no bfloat16\nhere")
+        raise KeyError("no bfloat16\nhere")
 
     calls: Counter[str] = Counter()
 
@@ -159,17 +223,49 @@ def test_a_peer_that_raises_gives_the_reason_and_one_of_ours_ends_the_run(bench)
         calls[str(index)] += 1
 
     works = [
-        bench.Work("loop", "cupy", [refuse], "check"),
+        bench.Work("loop", "cupy", [refuse], "check", nbytes=1000),
         bench.Work("check", "flcuda", [lambda: good(0), lambda: good(1)], "check", nbytes=1000),
     ]
     failed, ok = bench.measured(works, CPU, repeats=3, budget_s=1.0)
-    assert failed["error"] == "TypeError: no bfloat16"
+    assert failed["error"] == r"KeyError: 'no bfloat16\nhere'"
     assert "median_ms" not in failed
     assert ok["samples"] == 3
     assert ok["gb_per_s"] == pytest.approx(1000 / ok["median_ms"] / 1e6)
     assert min(calls.values()) >= 2
-    with pytest.raises(TypeError, match="no bfloat16"):
-        bench.measured([bench.Work("check", "flcuda", [refuse], "check")], CPU, repeats=3, budget_s=1.0)
+    with pytest.raises(KeyError, match="no bfloat16"):
+        bench.measured([bench.Work("check", "flcuda", [refuse], "check", 1000)], CPU, repeats=3, budget_s=1.0)
+
+
+def test_no_wait_is_claimed_that_no_capture_has_proved(bench, monkeypatch):
+    def work(name: str, waits: int = 0, side: str = "cupy"):
+        return bench.Work(name, side, [lambda: None], "check", 1000, waits)
+
+    # A graph of two kernels, none at all where a wait broke the capture, and none that was asked for.
+    graphs = iter([("a", "b"), None])
+    monkeypatch.setattr(bench, "kernel_names", lambda run, device: next(graphs))
+    works = [work("captured"), work("broken", side="flcuda"), work("reads", waits=3)]
+    rows = bench.measured(works, CPU, repeats=3, budget_s=1.0)
+    assert [(r["waits"], r["kernels"]) for r in rows] == [(0, 2), (None, None), (3, None)]
+
+
+def test_pytorch_is_captured_on_the_stream_that_captures(bench, monkeypatch):
+    seen = []
+
+    class Torch:
+        class cuda:
+            ExternalStream = staticmethod(lambda pointer: ("stream", pointer))
+
+            @staticmethod
+            @contextlib.contextmanager
+            def stream(stream):
+                seen.append(stream)
+                yield
+
+    monkeypatch.setattr(bench.devices, "current_stream", lambda: 7)
+    monkeypatch.setattr(bench, "kernel_names", lambda run, device: run() or ("one",))
+    work = bench.Work("check", "torch", [lambda: seen.append("run")], "check", 1000)
+    assert bench.captured(work, CPU, Torch) == ("one",)
+    assert seen == [("stream", 7), "run"]
 
 
 @pytest.mark.peer
@@ -177,7 +273,8 @@ def test_a_peer_that_raises_gives_the_reason_and_one_of_ours_ends_the_run(bench)
 def test_pytorch_works_on_our_memory(bench, precision):
     torch = pytest.importorskip("torch")
     one = bench.Set("tiny", precision, CPU, bench.normal_values(1 << 12))
-    theirs = bench.TorchSet(torch, one)
+    eager = {name: getattr(way, "__wrapped__", way) for name, way in bench.compiled_ways(Eager(torch)).items()}
+    theirs = bench.TorchSet(torch, one, eager)
     assert len(theirs.parameters) == sum(len(arena.segments) for arena in one.arenas)
     before = one.arenas[0].grad.copy()
     theirs.check()
@@ -188,15 +285,52 @@ def test_pytorch_works_on_our_memory(bench, precision):
     assert float(theirs.found) == 1
     assert not theirs.reading()
     old = one.arenas[0].data.copy()
-    theirs.check_read_and_foreach()
     theirs.check_and_fused()
+    theirs.flat_check_and_fused()
+    theirs.compiled_step()
+    theirs.grad_scaler("fused")
     np.testing.assert_array_equal(one.arenas[0].data, old)
     one.arenas[0].grad[0] = 1
     theirs.fused.param_groups[0]["lr"] = 0.5
     theirs.fused.step()
     assert not np.array_equal(one.arenas[0].data, old)
-    for work in bench.torchs(torch, [one], CPU):
+    works = bench.torchs(torch, [one], CPU, eager)
+    assert len({work.name for work in works}) == len(works) == 15
+    assert next(work for work in works if "a read each" in work.name).waits == len(theirs.parameters)
+    for work in works:
+        if precision == "float16" and work.name.startswith("GradScaler, foreach"):
+            with pytest.raises(ValueError, match="FP16 gradients"):
+                work.runs[0]()
+            continue
         work.runs[0]()
+
+
+class Eager:
+    """PyTorch that compiles nothing."""
+
+    def __init__(self, torch) -> None:
+        self.torch = torch
+
+    def __getattr__(self, name: str):
+        return getattr(self.torch, name)
+
+    def compile(self, function, **how):
+        return function
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+def test_what_pytorch_compiles_updates_as_ours(bench, precision):
+    torch = pytest.importorskip("torch")
+    own, other = (bench.Set("tiny", precision, CPU, bench.normal_values(1 << 12)) for _ in range(2))
+    own.inv_scale[0] = 1
+    theirs = bench.TorchSet(torch, other, bench.compiled_ways(Eager(torch)))
+    for _ in range(2):
+        own.check_and_update()
+        theirs.compiled_step()
+    for mine, yours in zip(own.arenas, other.arenas, strict=True):
+        np.testing.assert_allclose(mine.master, yours.master, rtol=1e-6, atol=1e-9)
+        np.testing.assert_array_equal(mine.data, yours.data)
 
 
 # --- the reviewers' questions -----------------------------------------------------------------------------------------
@@ -277,15 +411,17 @@ def test_the_kernels_of_a_floor_move_what_check_and_update_do(bench, gpu, precis
     sets = [bench.Set("tiny", precision, CPU, bench.normal_values(1 << 12)) for _ in range(2)]
     works = [work for work in bench.floors(sets, gpu.device) if not work.name.startswith("copy")]
     assert len(works) == 2 * len(bench.BLOCKS_PER_PROCESSOR)
+    check = sets[0].check_bytes
+    turn = {kernel: math.ceil(check / 16 / bench.BLOCK / each) for kernel, each in bench.VECTORS_A_TURN.items()}
     assert len({work.name for work in works}) == len(works)
     for work in works:
         for run in work.runs:
             run()
-    check = sets[0].check_bytes
     read, move = (
         [entry for entry in gpu.kernels.launches if entry[0].startswith(word)] for word in ("read_bytes", "move_bytes")
     )
-    assert {entry[1] for entry in read} == {(12,), (24,), (48,), (96,)}
+    assert {entry[1] for entry in read} == {(12,), (24,), (48,), (96,), (turn["read"],)}
+    assert {entry[1] for entry in move} == {(12,), (24,), (48,), (96,), (turn["move"],)}
     assert len(read) == 2 * len(move)
     for name, _, (memory, a, b, out, vectors, zero) in move:
         assert name == f"move_bytes_{ratio}"
@@ -325,6 +461,87 @@ def test_the_small_key_takes_different_convolutions_for_one(bench):
         assert found[name]["share_of_a_step"] == pytest.approx(107 * 100 / 50e6)
 
 
+def test_half_the_height_is_all_that_changes(bench):
+    for problem in flcuda.problems("resnet34", 8):
+        half = bench.lower(problem)
+        assert half.x_shape == (*problem.x_shape[:2], problem.x_shape[2] // 2, problem.x_shape[3])
+        same = ("direction", "w_shape", "padding_before", "padding_after", "stride", "x_dtype", "math")
+        assert all(getattr(half, name) == getattr(problem, name) for name in same)
+        assert half.y_shape[3] == problem.y_shape[3]
+
+
+def test_the_first_of_a_key_chooses_for_all(bench):
+    first, second, third, fourth, missing = flcuda.problems("resnet34", 8)[:5]
+    times = {
+        first: {"fft": 1.0, "gemm": 2.0},
+        second: {"fft": 6.0, "gemm": 3.0, "direct": 4.0},
+        third: {"gemm": 5.0},
+        fourth: {"gemm": 7.0, "direct": 8.0},
+    }
+    asked = [("a", first, 1), ("a", second, 10), ("a", third, 1), ("a", missing, 1), ("b", fourth, 2)]
+    assert bench.taken_for_one(asked, times) == {
+        "problems": 4,
+        "keys": 2,
+        "other": 1,
+        "refused": 1,
+        "best_ms": 1 + 30 + 14,
+        "ms": 1 + 60 + 14,
+        "worst": 2.0,
+    }
+    every = [(problem, problem, count) for _, problem, count in asked]
+    found = bench.taken_for_one(every, times)
+    assert (found["keys"], found["other"], found["refused"]) == (4, 0, 0)
+    assert found["ms"] == found["best_ms"] == 1 + 30 + 5 + 14
+    assert "4 keys for 4 problems: 0 get another" in bench.cost_of_key(found)
+    empty = bench.taken_for_one(every, {})
+    assert empty["problems"] == 0
+    assert "+0.0%" in bench.cost_of_key(empty)
+
+
+def test_algorithms_are_timed_until_the_time_is_up(bench, monkeypatch):
+    problems = flcuda.problems("resnet34", 8)[:4]
+    clock = Clock()
+    asked = []
+
+    def find(problem, **how):
+        asked.append((problem, how["sources"], how["store"]))
+        clock.now += 2.0
+        if problem is problems[1]:
+            raise ValueError("nothing works")
+        rows = [
+            SimpleNamespace(choice=SimpleNamespace(identity="gemm"), timing=SimpleNamespace(median_ms=1.0)),
+            SimpleNamespace(choice=SimpleNamespace(identity="fft"), timing=None),
+        ]
+        return SimpleNamespace(usable=rows)
+
+    monkeypatch.setattr(bench.flcuda, "find", find)
+    found = bench.legacy_times(problems, CPU, seconds=5.0, clock=clock)
+    assert found == {problems[0]: {"gemm": 1.0}, problems[2]: {"gemm": 1.0}}
+    assert asked == [(problem, ("legacy",), False) for problem in problems[:3]]
+
+
+def test_what_the_small_key_costs_counts_each_layer_and_both_heights(bench, gpu, monkeypatch):
+    problems = flcuda.problems("resnet34", 8, distinct=False)
+    forward = problems[0]
+
+    def times(asked, device, *, seconds):
+        # The higher an image the better for "tall"; what is less than 20 pixels wide is not found in time.
+        return {p: {"tall": 1.0, "low": 1.0 + p.x_shape[2] / p.x_shape[3] - 0.75} for p in asked if p.x_shape[3] >= 20}
+
+    monkeypatch.setattr(bench, "legacy_times", times)
+    found = bench.wrong_choices(problems, gpu.device, seconds=1.0)
+    wide = {p for p in problems if p.x_shape[3] >= 20}
+    assert found["asked"] == 2 * len(set(problems))
+    assert found["timed"] == 2 * len(wide)
+    shared, layer = found["shared"], found["a layer"]
+    assert (shared["problems"], shared["other"]) == (len(wide), 0)
+    assert shared["keys"] == len({(p.direction, p.x_shape[3]) for p in wide})
+    assert shared["ms"] == pytest.approx(sum(p.x_shape[3] >= 20 for p in problems))
+    assert (layer["problems"], layer["keys"], layer["other"]) == (2 * len(wide), len(wide), len(wide))
+    assert layer["worst"] == pytest.approx(1 / 0.75)
+    assert bench.lower(forward) not in wide
+
+
 def test_the_read_is_the_only_difference_that_returning_makes(bench):
     clock = Clock()
 
@@ -340,17 +557,54 @@ def test_the_read_is_the_only_difference_that_returning_makes(bench):
         def check_and_update(self) -> None:
             clock.now += 1e-5 if math.isinf(self.arenas[0].grad[4]) else 1e-4
 
+        def whole(self) -> None:
+            clock.now += 3e-4
+
+        def stepwise(self) -> bool:
+            clock.now += 5e-4
+            return True
+
     waits = []
     found = bench.returning(Fake(), lambda: waits.append(1), count=10, repeats=3, clock=clock)
-    times = {(r["gradients"], r["read"]): r["wall_us"] for r in found}
+    times = {(r["what"], r["gradients"], r["read"]): r["wall_us"] for r in found}
     assert times == {
-        ("valid", False): pytest.approx(100),
-        ("valid", True): pytest.approx(120),
-        ("invalid", False): pytest.approx(10),
-        ("invalid", True): pytest.approx(30),
+        ("check, update", "valid", False): pytest.approx(100),
+        ("check, update", "valid", True): pytest.approx(120),
+        ("check, update", "invalid", False): pytest.approx(10),
+        ("check, update", "invalid", True): pytest.approx(30),
+        ("DynamicScaler", "valid", False): pytest.approx(300),
+        ("DynamicScaler", "valid", True): pytest.approx(500),
+        ("DynamicScaler", "invalid", False): pytest.approx(300),
+        ("DynamicScaler", "invalid", True): pytest.approx(500),
     }
-    assert len(waits) == 2 * 2 * 2 * 3
+    assert len(waits) == 2 * 4 * 2 * 3
     assert Fake.arenas[0].grad.tolist() == list(range(8))
+
+
+def test_all_questions_are_one_table(bench):
+    entry = {"made_ns": 200.0, "lookup_ns": 50.0, "distinct": 5, "share_of_a_step": 0.001}
+    cost = {"problems": 32, "keys": 15, "other": 9, "refused": 4, "best_ms": 40.0, "ms": 50.0, "worst": 3.0}
+    found = {
+        "flags": {
+            "bytes": {"uint8": 112, "int32": 448},
+            "rows": [{"invalid": "none", "ms": {"uint8": 0.0201, "int32": None}}],
+        },
+        "key": {"problems": 36, "small": entry, "full": entry, "kept": {**entry, "share_of_a_step": None}},
+        "wrong_choices": {"shared": cost, "a layer": cost},
+        "returning_false": {
+            "alone": [{"what": "check, update", "gradients": "valid", "read": True, "wall_us": 120.0}],
+            "whole_step": {"images_per_s": 2.0, "step_ms": 0.1, "file": "ablation.json"},
+        },
+        "regret": [{"precision": "float16", "changes": 3, "chances": 5, "largest_total_regret": None, "file": "f"}],
+    }
+    answers = {(question, tried): answer for question, tried, answer in bench.question_rows(found)}
+    assert len(answers) == 11
+    assert answers["flags as bool or int", "us, invalid: none"] == "uint8 20.1, int32 -"
+    assert "0.1000% of a step" in answers["key of all dimensions", "everything"]
+    assert "40.00 ms become 50.00, +25.0%" in answers["key of all dimensions", "small, one cache"]
+    assert answers["returning False", "check, update, valid, a read"] == "120.0 us by wall clock"
+    assert answers["returning False", "in training"] == "2.0 images/s, 0.100 ms (ablation.json)"
+    assert answers["trusting a one-time find", "float16"].startswith("changed in 3 of 5 repeats")
 
 
 def test_what_other_benchmarks_recorded_is_pointed_to(bench, tmp_path):
@@ -378,6 +632,7 @@ def test_the_whole_of_it_on_the_cpu(bench, tmp_path, capsys, as_json):
     text = capsys.readouterr().out
     if not as_json:
         assert "check, unscale, SGD momentum" in text
+        assert "DynamicScaler.step" in text
         assert "not measured: the kernels need a GPU" in text
         assert "NOT" not in text
         return
@@ -387,8 +642,14 @@ def test_the_whole_of_it_on_the_cpu(bench, tmp_path, capsys, as_json):
     assert table["any_invalid"] is False
     sides = {r["side"] for r in table["rows"]}
     assert {"floor", "flcuda", "numpy"} <= sides
-    assert all("error" not in r for r in table["rows"])
-    assert set(result["questions"]) == {"flags", "key", "returning_false", "regret"}
+    # PyTorch's scaler unscales gradients of 16 bits in a fused optimizer only.
+    able = [r for r in table["rows"] if not r["name"].startswith("GradScaler, foreach")]
+    assert all("error" not in r for r in able)
+    assert set(result["questions"]) == {"flags", "key", "wrong_choices", "returning_false", "regret"}
+    fields = {"median_ms", "low_ms", "high_ms", "nbytes", "gb_per_s", "ratio", "waits", "kernels", "host_us", "queued"}
+    assert all(fields <= set(r) for r in able)
+    names = [(r["side"], r["name"]) for r in table["rows"]]
+    assert len(set(names)) == len(names)
 
 
 # --- flashlight's change ----------------------------------------------------------------------------------------------
@@ -481,6 +742,9 @@ def test_the_ablation_on_the_cpu(ablation, capsys, monkeypatch, as_json):
     text = capsys.readouterr().out
     if not as_json:
         assert "1143 to 1371, 1.20" in text
+        shown = {line[:3]: line.split() for line in text.splitlines() if line.startswith("(")}
+        assert "1.20" in shown["(c)"]
+        assert "1.20" not in shown["(b)"]
         assert "NOT VALID" not in text
         return
     result = json.loads(text)
