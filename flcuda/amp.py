@@ -25,7 +25,7 @@ from flcuda.errors import FlcudaError
 from flcuda.ops import elementwise, finite
 from flcuda.ops import optimizer as optimizer_ops
 from flcuda.ops.flags import join_flags
-from flcuda.optim import Optimizer
+from flcuda.optim import MOST_STEPS, Optimizer
 from flcuda.parameters import Parameter, gradient_number
 
 STATE_VERSION = 2
@@ -314,10 +314,10 @@ class DynamicScaler:
             raise ValueError(f"backoff_factor: {backoff_factor} is not between 0 and 1")
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
-        self.growth_interval = F.count("growth_interval", growth_interval)
+        self.growth_interval = F.count("growth_interval", growth_interval, most=MOST_STEPS)
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)
-        self.max_consecutive_skips = F.count("max_consecutive_skips", max_consecutive_skips)
+        self.max_consecutive_skips = F.count("max_consecutive_skips", max_consecutive_skips, most=MOST_STEPS)
         self._host_scale = float(init_scale)
         self._host_counters = [0] * len(_COUNTERS)
         self._device: Device | None = None
@@ -736,7 +736,7 @@ class DynamicScaler:
             raise ValueError("state: does not fit the scaler\n  " + "\n  ".join(faults))
         checked = DynamicScaler(init_scale=state["min_scale"], **{name: state[name] for name in _RULE})
         scale = F.number("scale", state["scale"], checked.min_scale, checked.max_scale)
-        counters = [F.count(name, state[name], least=0) for name in _COUNTERS]
+        counters = [F.count(name, state[name], least=0, most=MOST_STEPS) for name in _COUNTERS]
         for name in _RULE:
             setattr(self, name, getattr(checked, name))
         self._begin()

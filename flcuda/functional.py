@@ -743,27 +743,28 @@ def correct_count(logits: Any, target: Any) -> Array:
 # --- checks of arguments, also for the layers -------------------------------------------------------------------------
 
 
-def count(name: str, value: Any, least: int = 1) -> int:
-    """Checks a whole number that an int64 can hold.
+def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Checks a whole number.
 
     Args:
         name: the argument's name.
         value: its value.
         least: the smallest that is allowed.
+        most: the largest; None for any, though an array may not hold it.
 
     Returns:
         The value as an int.
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is less, or more than an int64 holds.
+        ValueError: it is less than the smallest or more than the largest.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name}: {value!r} is no whole number")
     if value < least:
         raise ValueError(f"{name}: {value} is less than {least}")
-    if value >= 2**63:
-        raise ValueError(f"{name}: {value} is more than 2**63 - 1")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: {value} is more than {most}")
     return int(value)
 
 

@@ -20,6 +20,8 @@ from flcuda.ops.finite import find_invalid
 from flcuda.parameters import Arena, Statistics
 
 STATE_VERSION = 1
+MOST_STEPS = 2**63 - 1
+"""What the device's counters, int64, hold."""
 
 
 class HasArenas(Protocol):
@@ -317,7 +319,7 @@ class Optimizer:
             raise ValueError("state: does not fit the optimizer\n  " + "\n  ".join(faults))
         F.number("lr", state["lr"], 0.0)
         self._check(state)
-        steps = F.count("steps", state["steps"], 0)
+        steps = F.count("steps", state["steps"], 0, MOST_STEPS)
         for kind in self._STATES:
             if not isinstance(state[kind], Mapping):
                 raise TypeError(f"{kind}: {state[kind]!r} is no mapping of names to arrays")
