@@ -93,7 +93,7 @@ COMPILED_AROUND = 4
 together. An H200's host took a quarter of a second for each, whatever the number of threads. See Note [wide]."""
 
 SLOW = frozenset(("19", "69", "77", "80", "84"))
-"""Engines that a wide search does not ask beyond what heuristics list first. One plan of 69 and 80 may keep the
+"""Engines of which no plan is compiled beyond what heuristics list first. One plan of 69 and 80 may keep the
 compiler for 10 to 16 seconds (3x3 and 7x7 filters), one of 77 for 2.5; those of 19, 77 and 84 took half a second and
 more, and ran 30 to 1000, 1.4 to 2.7 and 12 to 260 times as long as the best for each problem of ResNet-34 in float16
 (H200, cuDNN 9.19)."""
