@@ -27,6 +27,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "GraphProblem": ("flcuda.finder", "GraphProblem"),
     "Policy": ("flcuda.finder", "Policy"),
     "Problem": ("flcuda.finder", "Problem"),
+    "capture": ("flcuda.training.step_graph", "capture"),
     "compare": ("flcuda.finder", "compare"),
     "find": ("flcuda.finder", "find"),
     "graph": ("flcuda.traced", "graph"),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flcuda import device as devices
 from flcuda import functional as F
 from flcuda.autograd import Tensor
-from flcuda.device import Array, Device
+from flcuda.device import Array, Device, Moment, Written
 from flcuda.errors import FlcudaError
 from flcuda.ops import elementwise, finite
 from flcuda.ops import optimizer as optimizer_ops
@@ -267,10 +267,10 @@ class DynamicScaler:
     one step must all have one scale. A second optimizer is refused where it is noticed, while the gradients of the
     first wait for their step; so is one whose gradients another scaler, or none, has scaled, by ``step``.
 
-    A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew. Capture
-    it with a memory pool of its own (``cupy.cuda.using_allocator(pool.malloc)``) that lives as long as the graph: what
-    a step takes from the pool and gives back, replays use again. After replays call ``poll``, which does not wait, or
-    ``check``, which does.
+    A step can be captured in a CUDA graph, once one was done without: nothing is then read back or kept anew.
+    ``flcuda.capture`` does all that this takes. Who captures by hand does it with a memory pool of its own
+    (``cupy.cuda.using_allocator(pool.malloc)``) that lives as long as the graph, since what a step takes from the pool
+    and gives back, replays use again; and calls ``poll`` after replays, which does not wait, or ``check``, which does.
 
     Everything is queued on CuPy's current stream, and what waits for the device waits for that stream: call all of a
     scaler on the stream of the steps.
@@ -325,7 +325,7 @@ class DynamicScaler:
         self._optimizer: Optimizer | None = None
         self._tensors: list[Tensor] = []
         # When the first backward of a scaled loss since the last step ran.
-        self._scaled_at: int | None = None
+        self._scaled_at: Moment | None = None
         # One for each set of arenas, by the names in them, and kept: a CUDA graph may have captured its check.
         self._checks: dict[tuple[tuple[str, ...], ...], Checked] = {}
         self._last: Checked | None = None
@@ -394,7 +394,21 @@ class DynamicScaler:
             raise FlcudaError("is_invalid_array: no gradient was checked yet")
         return self._last.flags
 
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives where in a step it is, and its rule; see Note [host state] in flcuda.device."""
+        # The rule but for what only the host looks at.
+        rule = [getattr(self, name) for name in _RULE if name != "max_consecutive_skips"]
+        return (self._order, self._optimizer, self._scaled_at, Written(self._last), *rule)
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets where in a step it is; the rule never changes in one."""
+        self._order, self._optimizer, self._scaled_at, last, *_ = state
+        self._last = last.value
+        # No graph holds an unscale of tensors.
+        self._tensors = []
+
     def _require(self, call: str, *allowed: str) -> None:
+        devices.touch(self)
         if self._order in allowed:
             return
         done = {
@@ -428,6 +442,7 @@ class DynamicScaler:
         return scaled
 
     def _backward_runs(self) -> None:
+        devices.touch(self)
         if self._scaled_at is None:
             self._scaled_at = gradient_number()
 
@@ -629,14 +644,20 @@ class DynamicScaler:
             self._update()
         optimizer.zero_grad()
         self._begin()
+        checks = self._last_check()
+        devices.after_launch(lambda: self._stepped(checks))
+
+    def _stepped(self, checks: Sequence[Checked]) -> None:
+        """Counts a step that was queued, and sends and reads the news when it is time; see Note [late news]."""
         self._steps_since_news += 1
         send = self._steps_since_news >= min(NEWS_INTERVAL, self.max_consecutive_skips)
-        self._poll(send, self._last_check())
+        self._poll(send, checks)
 
     def poll(self) -> None:
         """Looks whether too many steps were skipped in a row, without waiting: at what has arrived of earlier steps.
 
-        ``step`` does so by itself. Call it after replays of a captured step, on their stream.
+        ``step`` does so by itself, and so does a call of what ``flcuda.capture`` captured. Call it after replays of a
+        step that was captured by hand, on their stream.
 
         Raises:
             FlcudaError: max_consecutive_skips or more; names scale, step and parameters.

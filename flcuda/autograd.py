@@ -158,8 +158,11 @@ class Function:
             ``target.array`` itself; one that returns another array has it copied or added by the engine. Set for
             backward only.
         parents: for each input, the Function that made it, the leaf, or None; None altogether when the graph was freed.
+        several_gradients: backward takes all gradients of the result that came in, one or more, and adds them itself;
+            else the engine adds them before.
     """
 
+    several_gradients: ClassVar[bool] = False
     needs_grad: tuple[bool, ...] = ()
     targets: tuple[GradTarget | None, ...] = ()
     parents: "tuple[Function | Tensor | None, ...] | None" = None
@@ -184,8 +187,12 @@ class Function:
         """Computes the result; what backward needs is kept on self."""
         raise NotImplementedError
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        """Computes one gradient an input; None where needs_grad is false."""
+    def backward(self, *grads: Array) -> tuple[Array | None, ...]:
+        """Computes one gradient an input; None where needs_grad is false.
+
+        Args:
+            *grads: the gradient of the result; with several_gradients one or more, whose sum is meant.
+        """
         raise NotImplementedError
 
 
@@ -225,14 +232,14 @@ def result(data: Array, node: Function, *tensors: Tensor | None) -> Tensor:
 
 def _walk(root: Function, grad: Array) -> None:
     order = _inputs_first(root)
-    grads: dict[Function, Array] = {root: grad}
+    grads: dict[Function, list[Array]] = {root: [grad]}
     del grad
     while order:
         node = order.pop()
         parents = node.parents
         assert parents is not None
         node.targets = _targets(parents)
-        results = node.backward(grads.pop(node)) if node in grads else (None,) * len(parents)
+        results = node.backward(*grads.pop(node)) if node in grads else (None,) * len(parents)
         # The saved arrays and the edges go at once; what is left says that this graph was used.
         node.__dict__.clear()
         _hand_on(parents, results, grads)
@@ -241,16 +248,21 @@ def _walk(root: Function, grad: Array) -> None:
 
 
 def _hand_on(
-    parents: "tuple[Function | Tensor | None, ...]", results: tuple[Array | None, ...], grads: dict[Function, Array]
+    parents: "tuple[Function | Tensor | None, ...]",
+    results: tuple[Array | None, ...],
+    grads: dict[Function, list[Array]],
 ) -> None:
     for parent, result in zip(parents, results, strict=True):
         if parent is None or result is None:
             continue
         if isinstance(parent, Tensor):
             parent.receive(result)
+        elif parent not in grads:
+            grads[parent] = [result]
+        elif parent.several_gradients:
+            grads[parent].append(result)
         else:
-            known = grads.get(parent)
-            grads[parent] = result if known is None else elementwise.add(known, result)
+            grads[parent] = [elementwise.add(grads[parent][0], result)]
 
 
 def _targets(parents: "tuple[Function | Tensor | None, ...]") -> tuple[GradTarget | None, ...]:

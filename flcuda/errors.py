@@ -7,7 +7,8 @@
     ├── DeviceNotFoundError        CUDA was asked for and is not here
     ├── CudnnError                 function, status, text
     │   └── CudnnNotSupportedError    status 3xxx
-    └── KernelCompileError         file, log
+    ├── KernelCompileError         file, log
+    └── CaptureError               a step cannot be captured in a CUDA graph
 
 A class exists only where somebody catches it. A mistake in an argument is a plain ``ValueError`` or ``TypeError``.
 Callers add shapes, dtypes and parameters with ``add_note``. Every one of them pickles, fields and notes included, so
@@ -92,6 +93,13 @@ class KernelCompileError(FlcudaError):
 
     def __str__(self) -> str:
         return f"{self.file} does not compile:\n{self.log}"
+
+
+class CaptureError(FlcudaError):
+    """A step cannot be captured in a CUDA graph; nothing of it has happened on the device.
+
+    The message says what stood in the way and what to do; the original error, if any, is the cause.
+    """
 
 
 NOT_SUPPORTED = 3000

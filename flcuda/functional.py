@@ -3,11 +3,16 @@
 Every function takes Tensors (arrays are wrapped, without a gradient) and gives a Tensor. Shapes are logical, (N, C, H,
 W), in any memory layout; results keep the layout of their input. The arguments are checked by the ops before anything
 is allocated.
+
+Note [cost]: a Function's `cost` takes what its forward gave and what that took, and says by the part of the work
+("forward", "backward"; of convolutions the directions) what it asks for at least. It is called between forward and
+backward. Backward's is that of one incoming gradient.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -18,8 +23,10 @@ from flcuda.device import Array
 from flcuda.ops import batch_norm as batch_norm_ops
 from flcuda.ops import bias as bias_ops
 from flcuda.ops import convolution as convolution_ops
+from flcuda.ops import cost as costs
 from flcuda.ops import elementwise, loss, pooling
 from flcuda.ops import linear as linear_ops
+from flcuda.ops.cost import Cost, nbytes
 from flcuda.parameters import BatchNormState
 
 Math = Literal["fma", "tensor_op"]
@@ -112,6 +119,12 @@ class Conv2D(Function):
             db = bias_ops.bias_backward(grad, **_into(self.targets[2]))
         return dx, dw, db
 
+    def cost(
+        self, y: Array, x: Array, w: Array, bias: Array | None, convolution: convolution_ops.Convolution, *_: Any
+    ) -> dict[str, Cost]:
+        """Gives what each direction and the bias's gradient ask for at least; see Note [cost]."""
+        return costs.convolution(convolution, x, w) | {"bias": Cost("bias", nbytes(y, bias))}
+
 
 def conv2d(
     x: Tensor,
@@ -194,6 +207,12 @@ class ConvTranspose2D(Function):
         if self.needs_grad[2]:
             db = bias_ops.bias_backward(grad, **_into(self.targets[2]))
         return dx, dw, db
+
+    def cost(
+        self, y: Array, _: Array, w: Array, bias: Array | None, *, convolution: convolution_ops.Convolution, **__: Any
+    ) -> dict[str, Cost]:
+        """Gives what each direction and the bias's gradient ask for at least; see Note [cost]."""
+        return costs.convolution(convolution, y, w) | {"bias": Cost("bias", nbytes(y, bias))}
 
 
 def conv_transpose2d(
@@ -280,6 +299,15 @@ class Linear(Function):
             db = bias_ops.bias_backward(grad, **_into(self.targets[2]))
         return dx, dw, db
 
+    def cost(self, y: Array, x: Array, w: Array, bias: Array | None, math: Math | None) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        operations = 2 * y.size * x.shape[1]
+        precision = costs.precision_of(w, math)
+        return {
+            "forward": Cost("linear", nbytes(x, w, bias, y), operations, precision),
+            "backward": Cost("linear", 2 * nbytes(x, w, y) + nbytes(bias), 2 * operations, precision),
+        }
+
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, math: Math | None = None) -> Tensor:
     """Computes x times w transposed, plus a bias.
@@ -304,56 +332,170 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, math: Math | Non
 
 
 class BatchNorm(Function):
-    """Normalization by channel; see batch_norm."""
+    """Normalization by channel, and what may follow it in the same pass; see batch_norm."""
 
-    def forward(self, x: Array, weight: Array, bias: Array, bn: BatchNormState, training: bool) -> Array:
-        """Normalizes by the batch's or the running statistics, keeping x and those."""
-        self.x = x
-        self.weight = weight
+    several_gradients = True
+
+    def forward(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array,
+        residual: Array | None,
+        residual_weight: Array | None,
+        residual_bias: Array | None,
+        bn: BatchNormState,
+        residual_bn: BatchNormState | None,
+        training: bool,
+        relu: bool,
+    ) -> Array:
+        """Normalizes by the batch's or the running statistics, keeping x, those, and where the gradient passes ReLU."""
         self.training = training
-        self.eps = bn.eps
-        if not training:
-            self.mean, self.variance = bn.running_mean, bn.running_var
-            return batch_norm_ops.batch_norm_inference(x, weight, bias, bn.running_mean, bn.running_var, bn.eps)
-        y, self.mean, self.inv_variance = batch_norm_ops.batch_norm_training(
-            x, weight, bias, bn.pending_mean, bn.pending_var, bn.pending_batches, bn.momentum, bn.eps
+        self.relu = relu
+        self.x = x
+        self.ticket = _ticket(bn)
+        self.norm = _norm(x, weight, bias, bn, training, self.ticket)
+        self.adds = residual is not None
+        self.residual = self.residual_norm = None
+        if residual_bn is not None:
+            self.residual = residual
+            self.residual_norm = _norm(residual, residual_weight, residual_bias, residual_bn, training, self.ticket)
+        keep_mask = True in self.needs_grad
+        y, self.mask = batch_norm_ops.apply(
+            x, self.norm, residual=residual, residual_norm=self.residual_norm, relu=relu, keep_mask=keep_mask
         )
-        bn.statistics.settled = False
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        """Computes all three gradients in one op."""
-        into: dict[str, Any] = {}
-        weight_target, bias_target = self.targets[1:]
-        # One flag serves both: where they differ, the engine adds.
-        if weight_target and bias_target and weight_target.accumulate == bias_target.accumulate:
-            into = {"dweight": weight_target.array, "dbias": bias_target.array, "accumulate": weight_target.accumulate}
-        if self.training:
-            return batch_norm_ops.batch_norm_backward(grad, self.x, self.weight, self.mean, self.inv_variance, **into)
-        return batch_norm_ops.batch_norm_inference_backward(
-            grad, self.x, self.weight, self.mean, self.variance, self.eps, **into
+    def backward(self, *grads: Array) -> tuple[Array | None, ...]:
+        """Computes all gradients in one op."""
+        gradients = batch_norm_ops.backward(
+            grads,
+            self.x,
+            self.norm,
+            relu=self.relu,
+            adds=self.adds,
+            residual=self.residual,
+            residual_norm=self.residual_norm,
+            mask=self.mask,
+            constant=not self.training,
+            into=_norm_into(*self.targets[1:3]),
+            residual_into=_norm_into(*self.targets[4:6]),
+            ticket=self.ticket,
         )
+        return tuple(gradients)
+
+    def cost(self, y: Array, x: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost] and Note [passes] in flcuda.ops.batch_norm.
+
+        In training both x and dy are read twice. A residual is read once, or twice when its own statistics are taken,
+        and its gradient, which is dy behind ReLU, is written.
+        """
+        a = nbytes(x)
+        forward, backward = a + nbytes(y), 2 * a + nbytes(y)
+        if self.training:
+            forward += a
+            backward += a + nbytes(y)
+        if self.adds:
+            forward += a
+            backward += a if self.relu else 0
+        if self.residual_norm is not None:
+            forward += a if self.training else 0
+            backward += 3 * a if self.training else 2 * a
+        return costs.passes("batch norm", forward, backward)
 
 
-def batch_norm(x: Tensor, bn: BatchNormState, *, training: bool) -> Tensor:
-    """Normalizes each channel over N, H and W, scales by bn's weight and adds its bias.
+def _norm(
+    x: Array, weight: Array, bias: Array, bn: BatchNormState, training: bool, ticket: Array | None
+) -> batch_norm_ops.Norm:
+    """What normalizes x: the batch's statistics, which become pending, or the running ones."""
+    if not training:
+        inverse = batch_norm_ops.inverse_deviation(bn.running_var, bn.eps)
+        return batch_norm_ops.Norm(weight, bias, bn.running_mean, inverse)
+    statistics = batch_norm_ops.statistics(
+        x, bn.pending_mean, bn.pending_var, bn.pending_batches, bn.momentum, bn.eps, ticket=ticket
+    )
+    bn.statistics.settled = False
+    return batch_norm_ops.Norm(weight, bias, *statistics)
+
+
+def _norm_into(weight: GradTarget | None, bias: GradTarget | None) -> batch_norm_ops.Into | None:
+    # One flag serves both: where they differ, the engine adds.
+    if weight and bias and weight.accumulate == bias.accumulate:
+        return batch_norm_ops.Into(weight.array, bias.array, weight.accumulate)
+    return None
+
+
+_tickets: "WeakKeyDictionary[BatchNormState, Array]" = WeakKeyDictionary()
+
+
+def _ticket(bn: BatchNormState) -> Array | None:
+    """The layer's own, so that two layers may run at the same time; None on the CPU."""
+    place = bn.statistics.device
+    if place.kind == "cpu":
+        return None
+    ticket = _tickets.get(bn)
+    if ticket is None or devices.device_of(ticket) != place:
+        ticket = _tickets[bn] = batch_norm_ops.new_ticket(int(bn.running_mean.size), place)
+    return ticket
+
+
+def batch_norm(
+    x: Tensor,
+    bn: BatchNormState,
+    *,
+    training: bool,
+    residual: Tensor | None = None,
+    residual_bn: BatchNormState | None = None,
+    activation: Literal["relu"] | None = None,
+) -> Tensor:
+    """Normalizes each channel over N, H and W, scales by bn's weight and adds its bias; then adds and rectifies.
+
+    With residual and activation it computes ``relu(add(batch_norm(x), residual))`` in one pass over the elements, and
+    rounds once. So do the gradients: two consumers of the result need no pass that adds what comes back from them.
 
     Args:
         x: (N, C, H, W) or (N, C).
         bn: parameters and statistics. In training the new running statistics are written as pending; see
             Note [pending statistics] in flcuda.parameters.
         training: normalize by the batch's statistics (biased variance), not by the running ones.
+        residual: added to what bn gives; like x.
+        residual_bn: residual is normalized by it first: a shortcut's convolution goes in as it is.
+        activation: "relu" for max(y, 0) of the sum, whose gradient at 0 is 0; None for none.
 
     Returns:
         Like x.
 
     Raises:
-        ValueError: C differs from bn's, or training on one value a channel.
-        TypeError: bn's parameters are not of the dtype that goes with x's.
+        ValueError: C differs from bn's, training on one value a channel, residual has another shape, residual_bn
+            without residual, or activation is neither.
+        TypeError: bn's parameters are not of the dtype that goes with x's, or residual has another dtype.
 
     Source: Ioffe and Szegedy 2015, algorithm 1.
     """
-    return BatchNorm.apply(as_tensor(x), bn.weight, bn.bias, bn=bn, training=training)
+    if activation not in ("relu", None):
+        raise ValueError(f'activation: {activation!r} is neither "relu" nor None')
+    if residual_bn is not None and residual is None:
+        raise ValueError("residual: residual_bn needs it, got None")
+    if residual_bn is bn:
+        raise ValueError("residual_bn: expected another batch norm than bn")
+    x = as_tensor(x)
+    residual = None if residual is None else as_tensor(residual, "residual")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual: shape {residual.shape} is not x's {x.shape}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(f"residual: {residual.dtype.name} is not x's {x.dtype.name}")
+    return BatchNorm.apply(
+        x,
+        bn.weight,
+        bn.bias,
+        residual,
+        None if residual_bn is None else residual_bn.weight,
+        None if residual_bn is None else residual_bn.bias,
+        bn=bn,
+        residual_bn=residual_bn,
+        training=training,
+        relu=activation == "relu",
+    )
 
 
 # --- element by element -----------------------------------------------------------------------------------------------
@@ -370,6 +512,10 @@ class ReLU(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Passes the gradient where y is positive."""
         return (elementwise.relu_backward(grad, self.y),)
+
+    def cost(self, y: Array, x: Array) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("elementwise", nbytes(x, y), 2 * nbytes(y) + nbytes(x))
 
 
 def relu(x: Tensor) -> Tensor:
@@ -394,6 +540,10 @@ class Add(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Passes the gradient to both."""
         return grad, grad
+
+    def cost(self, y: Array, a: Array, b: Array) -> dict[str, Cost]:
+        """Gives what both passes ask for at least: backward moves nothing; see Note [cost]."""
+        return costs.passes("elementwise", nbytes(a, b, y), 0)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -425,6 +575,10 @@ class Scale(Function):
         """Scales the gradient."""
         return (elementwise.scale(grad, self.s),)
 
+    def cost(self, y: Array, x: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("elementwise", nbytes(x, y), nbytes(x, y))
+
 
 def scale(x: Tensor, s: float | Array) -> Tensor:
     """Multiplies by one number, which has no gradient.
@@ -450,6 +604,10 @@ class Convert(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Copies the gradient back."""
         return (_converted(grad, self.dtype, self.layout),)
+
+    def cost(self, y: Array, x: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("conversion", nbytes(x, y), nbytes(x, y))
 
 
 def _converted(x: Array, dtype: Any, layout: str) -> Array:
@@ -500,6 +658,10 @@ class Dropout(Function):
         """Applies the same mask."""
         return (elementwise.dropout_backward(grad, self.mask, self.p),)
 
+    def cost(self, y: Array, x: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("dropout", nbytes(x, y, self.mask), nbytes(x, y, self.mask))
+
 
 def dropout(x: Tensor, p: float, state: rng.State, *, training: bool = True) -> Tensor:
     """Sets elements to zero with probability p and multiplies the others by 1 / (1 - p).
@@ -535,6 +697,10 @@ class Reshape(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Gives the gradient the old shape."""
         return (_dense(grad).reshape(self.shape),)
+
+    def cost(self, y: Array, x: Array, **_: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least: nothing where a view does; see Note [cost]."""
+        return costs.passes("conversion", 0 if x.flags.c_contiguous else nbytes(x, y), 0)
 
 
 def _dense(x: Array) -> Array:
@@ -575,6 +741,11 @@ class MaxPool2D(Function):
         """Sends each gradient to where the largest was."""
         return (pooling.max_pool_backward(grad, self.indices, self.x_shape, **self.window),)
 
+    def cost(self, y: Array, x: Array, **_: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least: an index is a byte; see Note [cost]."""
+        moved = nbytes(x, y) + y.size
+        return costs.passes("pooling", moved, moved)
+
 
 def max_pool2d(x: Tensor, kernel_size: IntOrPair, stride: IntOrPair | None = None, padding: IntOrPair = 0) -> Tensor:
     """Takes the largest of each window; of equal ones the first gets the gradient.
@@ -594,6 +765,78 @@ def max_pool2d(x: Tensor, kernel_size: IntOrPair, stride: IntOrPair | None = Non
     return MaxPool2D.apply(as_tensor(x), **window(kernel_size, stride, padding))
 
 
+class BatchNormReLUMaxPool2D(Function):
+    """Batch norm by the batch's statistics, ReLU and max pooling in one pass; see batch_norm_relu_max_pool2d."""
+
+    several_gradients = True
+
+    def forward(self, x: Array, weight: Array, bias: Array, bn: BatchNormState, **window: Any) -> Array:
+        """Keeps x, and of each window the largest x and where it was."""
+        self.ticket = _ticket(bn)
+        norm = _norm(x, weight, bias, bn, True, self.ticket)
+        y, self.saved = pooling.batch_norm_relu_max_pool_forward(x, norm, **window)
+        return y
+
+    def backward(self, *grads: Array) -> tuple[Array | None, ...]:
+        """Computes all three gradients in one op."""
+        return pooling.batch_norm_relu_max_pool_backward(
+            grads, self.saved, into=_norm_into(*self.targets[1:3]), ticket=self.ticket
+        )
+
+    def cost(self, y: Array, x: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least: an index is a byte; see Note [cost] and Note [pooled batch norm].
+
+        Forward reads x twice and writes y and the windows' largest x; backward reads those with dy, then x, dy and the
+        indices, and writes dx.
+        """
+        a, pooled = nbytes(x), nbytes(y)
+        return costs.passes("pooling", 2 * a + 2 * pooled + y.size, 2 * a + 3 * pooled + y.size)
+
+
+def batch_norm_relu_max_pool2d(
+    x: Tensor,
+    bn: BatchNormState,
+    kernel_size: IntOrPair,
+    stride: IntOrPair | None = None,
+    padding: IntOrPair = 0,
+    *,
+    training: bool,
+) -> Tensor:
+    """Computes ``max_pool2d(batch_norm(x, bn, activation="relu"))`` without the arrays between, forward and backward.
+
+    The results are the same. Of places in a window whose x differ and whose normalized values round to the same number,
+    the gradient goes to the one with the larger value, and not to the first.
+
+    Args:
+        x: (N, C, H, W).
+        bn: parameters and statistics, as for batch_norm.
+        kernel_size: a number, or one a dimension.
+        stride: likewise; None is kernel_size.
+        padding: likewise, at most half the kernel; padded places never win.
+        training: normalize by the batch's statistics, not by the running ones; without it batch norm and pooling are
+            done one after the other.
+
+    Returns:
+        (N, C, P, Q), rounded down.
+
+    Raises:
+        ValueError: x is not of rank 4, C differs from bn's, training on one value a channel, or an argument is out of
+            range.
+        TypeError: bn's parameters are not of the dtype that goes with x's.
+    """
+    x = as_tensor(x)
+    if x.ndim != 4:
+        raise ValueError(f"x: shape {x.shape} is not (N, C, H, W)")
+    windows = window(kernel_size, stride, padding)
+    for size, kernel, padded in zip(x.shape[2:], windows["kernel_size"], windows["padding"], strict=True):
+        # Before the statistics move.
+        if kernel > size + 2 * padded:
+            raise ValueError(f"kernel_size: {kernel_size} is larger than {x.shape[2:]} padded by {padding}")
+    if not training:
+        return MaxPool2D.apply(batch_norm(x, bn, training=False, activation="relu"), **windows)
+    return BatchNormReLUMaxPool2D.apply(x, bn.weight, bn.bias, bn=bn, **windows)
+
+
 class AvgPool2D(Function):
     """The mean of each window; see avg_pool2d."""
 
@@ -605,6 +848,10 @@ class AvgPool2D(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         """Spreads each gradient evenly."""
         return (pooling.avg_pool_backward(grad, self.x_shape, **self.window),)
+
+    def cost(self, y: Array, x: Array, **_: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("pooling", nbytes(x, y), nbytes(x, y))
 
 
 def avg_pool2d(x: Tensor, kernel_size: IntOrPair, stride: IntOrPair | None = None, padding: IntOrPair = 0) -> Tensor:
@@ -663,6 +910,10 @@ class GlobalAvgPool2D(Function):
         """Spreads each gradient evenly, in x's layout."""
         return (pooling.global_avg_pool_backward(grad, self.x_shape, self.layout),)
 
+    def cost(self, y: Array, x: Array) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("pooling", nbytes(x, y), nbytes(x, y))
+
 
 def global_avg_pool2d(x: Tensor) -> Tensor:
     """Takes the mean over H and W.
@@ -688,10 +939,12 @@ def global_avg_pool2d(x: Tensor) -> Tensor:
 class CrossEntropy(Function):
     """Log-softmax and negative log-likelihood; see cross_entropy."""
 
-    def forward(self, logits: Array, target: Array, label_smoothing: float, ignore_index: int) -> Array:
+    def forward(
+        self, logits: Array, target: Array, label_smoothing: float, ignore_index: int, correct: Array | None
+    ) -> Array:
         """Computes the mean loss and keeps the probabilities."""
         value, self.saved = loss.cross_entropy_forward(
-            logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index
+            logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, correct=correct
         )
         return value
 
@@ -699,8 +952,19 @@ class CrossEntropy(Function):
         """Computes the logits' gradient, in their dtype."""
         return (loss.cross_entropy_backward(grad, self.saved),)
 
+    def cost(self, y: Array, logits: Array, target: Array, *_: Any, **__: Any) -> dict[str, Cost]:
+        """Gives what both passes ask for at least; see Note [cost]."""
+        return costs.passes("loss", nbytes(logits, target, y), 2 * nbytes(logits) + nbytes(target))
 
-def cross_entropy(logits: Tensor, target: Any, *, label_smoothing: float = 0.0, ignore_index: int = -100) -> Tensor:
+
+def cross_entropy(
+    logits: Tensor,
+    target: Any,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    correct: Array | None = None,
+) -> Tensor:
     """Computes the mean cross-entropy of softmax(logits) with class labels.
 
     Logits of 16 bits are computed on in float32, and their gradient is rounded once.
@@ -710,6 +974,8 @@ def cross_entropy(logits: Tensor, target: Any, *, label_smoothing: float = 0.0, 
         target: int32 or int64, (N,), an array or Tensor on the same device; from 0 to K - 1, or ignore_index.
         label_smoothing: from 0 to 1: the share of the label spread evenly over all classes.
         ignore_index: rows with this label count neither in the loss nor in the mean.
+        correct: int64, (2,), on the same device; added to it, in the same launch, are the numbers of rows whose label
+            is the largest logit, and is among the five largest.
 
     Returns:
         The loss, of no dimension: float64 for float64, else float32. NaN when every row is ignored, as in PyTorch.
@@ -724,6 +990,7 @@ def cross_entropy(logits: Tensor, target: Any, *, label_smoothing: float = 0.0, 
         target=as_tensor(target, "target").data,
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
+        correct=correct,
     )
 
 

@@ -161,7 +161,7 @@ def compile_to_cubin(name: str, arch: int, folder: Path | None = None, defines: 
 
 
 _modules: dict[tuple[str, tuple[str, ...], int], Any] = {}
-_functions: dict[tuple[str, str, int], Any] = {}
+_functions: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
 
 
 def load_module(name: str, defines: tuple[str, ...] = ()) -> Any:
@@ -210,7 +210,9 @@ def new_module(name: str, text: str, flags: tuple[str, ...]) -> Any:
     return raw
 
 
-def launch(name: str, function: str, count: int, *arguments: Array | np.generic | None) -> None:
+def launch(
+    name: str, function: str, count: int, *arguments: Array | np.generic | None, defines: tuple[str, ...] = ()
+) -> None:
     """Launches a grid-stride kernel over `count` items on CuPy's current stream; nothing for no items.
 
     Args:
@@ -218,13 +220,19 @@ def launch(name: str, function: str, count: int, *arguments: Array | np.generic 
         function: its kernel.
         count: items; threads beyond a limit take several each.
         *arguments: CuPy arrays (None is a null pointer) and NumPy scalars of the kernel's own types.
+        defines: as for `load_module`.
     """
     grid = min(-(-count // BLOCK), _MAX_GRID)
-    launch_blocks(name, function, (grid, 1), (BLOCK, 1), *arguments)
+    launch_blocks(name, function, (grid, 1), (BLOCK, 1), *arguments, defines=defines)
 
 
 def launch_blocks(
-    name: str, function: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Array | np.generic | None
+    name: str,
+    function: str,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    *arguments: Array | np.generic | None,
+    defines: tuple[str, ...] = (),
 ) -> None:
     """Launches a kernel whose launch shape has a meaning, on CuPy's current stream; nothing for no blocks.
 
@@ -235,14 +243,15 @@ def launch_blocks(
         block: threads of a block.
         *arguments: CuPy arrays (None is a null pointer) and NumPy scalars of the kernel's own types; a Python number
             would be passed as CuPy's idea of a type.
+        defines: as for `load_module`.
     """
     assert not any(isinstance(a, int | float) and not isinstance(a, np.generic) for a in arguments), arguments
     if 0 in grid:
         return
-    key = (name, function, cupy().cuda.runtime.getDevice())
+    key = (name, function, defines, cupy().cuda.runtime.getDevice())
     kernel = _functions.get(key)
     if kernel is None:
-        kernel = _functions[key] = load_module(name).get_function(function)
+        kernel = _functions[key] = load_module(name, defines).get_function(function)
     kernel(grid, block, tuple(_NULL if a is None else a for a in arguments))
 
 

@@ -709,9 +709,13 @@ class BatchNorm2D(Module):
         Returns:
             Like x, in the layer's precision.
         """
+        return F.batch_norm(self.precision.enter(x), self.state(), training=self.training)
+
+    def state(self) -> BatchNormState:
+        """Gives what ``functional.batch_norm`` takes."""
         # Whoever replaces or shares the layer's parameters means these.
         self.bn.weight, self.bn.bias = self.weight, self.bias
-        return F.batch_norm(self.precision.enter(x), self.bn, training=self.training)
+        return self.bn
 
 
 class ReLU(Module):

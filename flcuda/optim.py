@@ -12,7 +12,7 @@ import numpy as np
 
 from flcuda import device as devices
 from flcuda import functional as F
-from flcuda.device import Array
+from flcuda.device import Array, Moment
 from flcuda.errors import FlcudaError
 from flcuda.ops import elementwise
 from flcuda.ops import optimizer as optimizer_ops
@@ -72,7 +72,7 @@ class Optimizer:
         self.weight_decay = weight_decay
         self.inv_scale: Array | None = None
         self.flags: Array | None = None
-        self._unscaled_at: int | None = None
+        self._unscaled_at: Moment | None = None
         with self.device.use():
             xp = self.device.xp
             self._decay = [
@@ -113,7 +113,13 @@ class Optimizer:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._lr = F.number("lr", value, 0.0)
+        value = F.number("lr", value, 0.0)
+        if self.device.kind == "cuda" and devices.is_capturing():
+            raise FlcudaError(
+                f"lr: set to {value} while a CUDA graph is captured, whose replays would all set it to that; set it "
+                "before the call of the step"
+            )
+        self._lr = value
         with self.device.use():
             elementwise.fill(self._lr_array, self._lr)
 
@@ -123,16 +129,29 @@ class Optimizer:
         return True
 
     @property
-    def last_gradient(self) -> int:
+    def last_gradient(self) -> Moment:
         """The ``gradient_number`` of the latest gradient that a backward gave one of the parameters; 0 before any."""
         return max(arena.last_gradient for arena in self.arenas)
 
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives what a step on the device is made with; see Note [host state] in flcuda.device."""
+        options = [getattr(self, name) for name in self._OPTIONS if name != "lr"]
+        states = [flat for flats in self._states().values() for flat in flats]
+        return (self.inv_scale, self.flags, self._unscaled_at, self.sums, *options, *states)
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets what ``DynamicScaler.unscale`` said; the rest never changes in a step."""
+        self.inv_scale, self.flags, self._unscaled_at, *_ = state
+
     def has_gradients(self) -> bool:
         """Says whether a parameter has a gradient."""
+        for arena in self.arenas:
+            devices.touch(arena)
         return any(p.grad is not None for arena in self.arenas for p in arena.parameters)
 
     def zero_grad(self) -> None:
         """Forgets all gradients and what ``DynamicScaler.unscale`` said of them; writes nothing."""
+        devices.touch(self)
         self.inv_scale = self.flags = None
         self._unscaled_at = None
         for arena in self.arenas:
@@ -145,6 +164,7 @@ class Optimizer:
             inv_scale: float64, one element, on the device: what a step multiplies gradients by; kept.
             flags: int32, as ``find_invalid`` leaves it, on the device: whether a step counts; kept.
         """
+        devices.touch(self)
         self.inv_scale = inv_scale
         self.flags = flags
         self._unscaled_at = self.last_gradient
@@ -181,6 +201,7 @@ class Optimizer:
             FlcudaError: the model's arenas were built anew since the optimizer was made; or a backward has added to the
                 gradients after ``DynamicScaler.unscale`` looked at them.
         """
+        devices.touch(self)
         self.require_current("step")
         if self._unscaled_at not in (None, self.last_gradient):
             raise FlcudaError(
@@ -198,6 +219,7 @@ class Optimizer:
             sums_are_current: the search that wrote flags wrote ``sums`` too, and no gradient has changed since: they
                 are not read a second time for the norm.
         """
+        devices.touch(self)
         with self.device.use():
             for arena in self.arenas:
                 arena.fill_missing()

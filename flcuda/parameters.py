@@ -11,7 +11,8 @@ ones back. Without an optimizer, putting the model in evaluation mode or reading
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +20,30 @@ import numpy as np
 
 from flcuda import device as devices
 from flcuda.autograd import GradTarget, Tensor
-from flcuda.device import DTYPES, Array, Device
+from flcuda.device import DTYPES, Array, Device, Moment
 from flcuda.ops import elementwise
 from flcuda.ops import optimizer as optimizer_ops
 
 SEGMENT_BYTES = 256
 
 _numbers = itertools.count(1)
+_moves = itertools.count(1)
+_last_move = 0
 
 
-def gradient_number() -> int:
+def gradient_number() -> Moment:
     """Gives the next number of those by which an arena's ``last_gradient`` says when it came."""
-    return next(_numbers)
+    return Moment(next(_numbers))
+
+
+def last_move() -> int:
+    """Gives a number that changes when parameters or statistics move to other memory, anywhere."""
+    return _last_move
+
+
+def _moved() -> None:
+    global _last_move
+    _last_move = next(_moves)
 
 
 def master_dtype(dtype: str) -> str:
@@ -123,6 +136,8 @@ class Parameter(Tensor):
 
     def target(self) -> GradTarget:
         """Gives the gradient's array, and whether it already holds something to add to."""
+        if devices.recordings:
+            self._touch()
         if self.buffer is None:
             self.buffer = devices.empty(self.shape, self.dtype, device=self.device, layout=self.layout)
         if self.grad is not None and self.grad is not self.buffer:
@@ -146,6 +161,18 @@ class Parameter(Tensor):
         self.grad = array
         if self.home is not None:
             self.home.last_gradient = gradient_number()
+
+    def _touch(self) -> None:
+        arena = None if self.home is None else self.home.arena()
+        devices.touch(self if arena is None else arena)
+
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives whether there is a gradient, and which; see Note [host state] in flcuda.device."""
+        return (self.grad,)
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets the gradient."""
+        (self.grad,) = state
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -192,10 +219,12 @@ class Segment:
 class _Home:
     """What the parameters of one arena share: its identity, and when a backward last gave one of them a gradient."""
 
-    __slots__ = ("last_gradient",)
+    __slots__ = ("arena", "last_gradient")
 
-    def __init__(self) -> None:
-        self.last_gradient = 0
+    def __init__(self, arena: "Arena") -> None:
+        # Weak, so that no circle keeps memory of the device until it is found.
+        self.arena: Callable[[], Arena | None] = weakref.ref(arena)
+        self.last_gradient = Moment(0)
 
 
 class Arena:
@@ -236,7 +265,8 @@ class Arena:
             same = first.data is first.master
             self.master: Array = self.data if same else devices.zeros((offset,), first.master.dtype, device=self.device)
             self.offsets: Array = self.device.xp.asarray(np.array([*(s.offset for s in segments), offset], np.int64))
-        self._home = _Home()
+        self._home = _Home(self)
+        _moved()
         for p, segment in zip(parameters, segments, strict=True):
             data, grad, master = segment.view(self.data), segment.view(self.grad), segment.view(self.master)
             elementwise.copy(p.data, data)
@@ -252,7 +282,7 @@ class Arena:
             p.home = self._home
 
     @property
-    def last_gradient(self) -> int:
+    def last_gradient(self) -> Moment:
         """The ``gradient_number`` of the latest gradient that a backward gave one of the parameters; 0 before any."""
         return self._home.last_gradient
 
@@ -260,8 +290,19 @@ class Arena:
         """Says whether every parameter still lives here; another model's arenas may have taken one over."""
         return all(p.home is self._home for p in self.parameters)
 
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives which parameters have a gradient; see Note [host state] in flcuda.device."""
+        return (self._home.last_gradient, *[p.grad for p in self.parameters])
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets the gradients, and when the last came."""
+        self._home.last_gradient, *gradients = state
+        for p, grad in zip(self.parameters, gradients, strict=True):
+            p.grad = grad
+
     def zero_grad(self) -> None:
         """Forgets the gradients; nothing is written, the next backward overwrites."""
+        devices.touch(self, reads=False)
         for p in self.parameters:
             p.grad = None
 
@@ -300,7 +341,6 @@ class Statistics:
     Attributes:
         running, pending: flat; for each layer its means and its variances.
         running_counts, pending_counts: int64, one a layer: how many batches went in.
-        settled: pending equals running.
     """
 
     def __init__(self, channels: Sequence[int], dtype: str, device: Device) -> None:
@@ -316,7 +356,26 @@ class Statistics:
         self.pending: Array = devices.zeros((offset,), dtype, device=device)
         self.running_counts: Array = devices.zeros((len(channels),), np.int64, device=device)
         self.pending_counts: Array = devices.zeros((len(channels),), np.int64, device=device)
-        self.settled = True
+        self._settled = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether pending equals running."""
+        devices.touch(self)
+        return self._settled
+
+    @settled.setter
+    def settled(self, value: bool) -> None:
+        devices.touch(self, reads=False)
+        self._settled = value
+
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives ``settled``; see Note [host state] in flcuda.device."""
+        return (self._settled,)
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets ``settled``."""
+        (self._settled,) = state
 
     def views(self, layer: int, *, pending: bool) -> tuple[Array, Array, Array]:
         """Gives a layer's mean, variance and batch count, (C,), (C,) and (1,).
@@ -393,6 +452,7 @@ class BatchNormState:
         """
         old = self._arrays()
         settled = self.statistics.settled
+        _moved()
         self._live_in(statistics, layer)
         for source, out in zip(old, self._arrays(), strict=True):
             elementwise.copy(source, out)

@@ -162,6 +162,123 @@ def bias_backward(dy: Array, out: Array | None, accumulate: bool) -> Array:
 
 
 @_ieee
+def batch_norm_statistics(
+    x: Array,
+    pending_mean: Array | None,
+    pending_var: Array | None,
+    num_batches: Array | None,
+    momentum: float | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """Gives the mean and the inverse deviation; moves the pending statistics."""
+    values = wide(x)
+    count = x.size // x.shape[1]
+    mean, variance = _moments(values)
+    _move_pending(pending_mean, pending_var, num_batches, momentum, mean, variance * (count / (count - 1)))
+    return mean.astype(values.dtype), (1.0 / np.sqrt(variance + eps)).astype(values.dtype)
+
+
+def _moments(values: Array) -> tuple[Array, Array]:
+    """The float64 mean and biased variance of each channel."""
+    count = values.size // values.shape[1]
+    mean = _channel_sum(values) / count
+    centred = values - _per_channel(mean.astype(values.dtype), values.ndim)
+    # The rounded mean is off by up to half a unit in the last place: the second term takes that out of the variance.
+    return mean, _channel_sum(np.square(centred)) / count - np.square(_channel_sum(centred) / count)
+
+
+def _move_pending(
+    pending_mean: Array | None,
+    pending_var: Array | None,
+    num_batches: Array | None,
+    momentum: float | None,
+    mean: Array,
+    variance: Array,
+) -> None:
+    if num_batches is not None:
+        num_batches += 1
+    if pending_mean is None or pending_var is None:
+        return
+    if momentum is None:
+        assert num_batches is not None
+        factor = 1.0 / int(num_batches.reshape(-1)[0])
+    else:
+        factor = momentum
+    pending_mean[...] = (1 - factor) * pending_mean + factor * mean
+    pending_var[...] = (1 - factor) * pending_var + factor * variance
+
+
+@_ieee
+def batch_norm_apply(
+    x: Array, norm: Sequence[Array], residual: Array | None, residual_norm: Sequence[Array] | None, relu: bool
+) -> tuple[Array, Array]:
+    """Gives y, and where ReLU passes a gradient, NaN included."""
+    y = _normalised(x, *norm)
+    if residual is not None:
+        y += wide(residual) if residual_norm is None else _normalised(residual, *residual_norm)
+    passes = ~(y <= 0) if relu else np.ones(y.shape, np.bool_)
+    return _like(np.where(passes, y, y.dtype.type(0)), x), passes
+
+
+def _normalised(x: Array, weight: Array, bias: Array, mean: Array, inverse: Array) -> Array:
+    centred = wide(x) - _per_channel(mean, x.ndim)
+    return np.asarray(centred * _per_channel(inverse * weight, x.ndim) + _per_channel(bias, x.ndim))
+
+
+@_ieee
+def batch_norm_masked(
+    dys: Sequence[Array], x: Array, norm: Sequence[Array] | None, mask: Array | None, adds: bool
+) -> Array:
+    """The gradient behind ReLU, in the compute dtype: by mask, or by x where norm is given.
+
+    It is rounded to x's dtype where a residual takes it too.
+    """
+    dz = wide(dys[0])
+    for dy in dys[1:]:
+        dz = dz + wide(dy)
+    if norm is not None:
+        mask = ~(_normalised(x, *norm) <= 0)
+    if mask is not None:
+        dz = np.where(mask, dz, dz.dtype.type(0))
+    return wide(dz.astype(x.dtype)) if adds else dz
+
+
+def batch_norm_residual_gradient(dz: Array, x: Array) -> Array:
+    """Gives dz like x."""
+    return _like(dz, x)
+
+
+@_ieee
+def batch_norm_gradient_sums(
+    dz: Array,
+    x: Array,
+    mean: Array,
+    inverse: Array,
+    count: int,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> tuple[Array, Array, Array]:
+    """Gives the means of dz and of dz times x normalised, (2, C), zeros for a count of 0; dweight; dbias."""
+    gradient = wide(dz)
+    normalized = (wide(x) - _per_channel(mean, x.ndim)) * _per_channel(inverse, x.ndim)
+    sums = np.stack([_channel_sum(gradient), _channel_sum(gradient * normalized)])
+    means = (sums / count if count else np.zeros_like(sums)).astype(gradient.dtype)
+    return (
+        means,
+        _store(sums[1], dweight, accumulate, gradient.dtype),
+        _store(sums[0], dbias, accumulate, gradient.dtype),
+    )
+
+
+@_ieee
+def batch_norm_input_gradient(dz: Array, x: Array, weight: Array, mean: Array, inverse: Array, means: Array) -> Array:
+    """Gives dx from what batch_norm_gradient_sums gives."""
+    normalized = (wide(x) - _per_channel(mean, x.ndim)) * _per_channel(inverse, x.ndim)
+    dx = wide(dz) - _per_channel(means[0], x.ndim) - normalized * _per_channel(means[1], x.ndim)
+    return _like(dx * _per_channel(weight * inverse, x.ndim), x)
+
+
 def batch_norm_training(
     x: Array,
     weight: Array,
@@ -173,38 +290,23 @@ def batch_norm_training(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Gives y, the mean and the inverse deviation; moves the pending statistics."""
-    values = wide(x)
-    count = x.size // x.shape[1]
-    mean = _channel_sum(values) / count
-    centred = values - _per_channel(mean.astype(values.dtype), x.ndim)
-    # The rounded mean is off by up to half a unit in the last place: the second term takes that out of the variance.
-    variance = _channel_sum(np.square(centred)) / count - np.square(_channel_sum(centred) / count)
-    inverse = 1.0 / np.sqrt(variance + eps)
-    if num_batches is not None:
-        num_batches += 1
-    if pending_mean is not None and pending_var is not None:
-        if momentum is None:
-            assert num_batches is not None
-            factor = 1.0 / int(num_batches.reshape(-1)[0])
-        else:
-            factor = momentum
-        pending_mean[...] = (1 - factor) * pending_mean + factor * mean
-        pending_var[...] = (1 - factor) * pending_var + factor * variance * (count / (count - 1))
-    y = centred * _per_channel((inverse * weight).astype(values.dtype), x.ndim) + _per_channel(bias, x.ndim)
-    return _like(y, x), mean.astype(weight.dtype), inverse.astype(weight.dtype)
+    mean, inverse = batch_norm_statistics(x, pending_mean, pending_var, num_batches, momentum, eps)
+    return batch_norm_apply(x, (weight, bias, mean, inverse), None, None, False)[0], mean, inverse
 
 
-@_ieee
+def batch_norm_inverse(variance: Array, eps: float) -> Array:
+    """Gives 1 / sqrt(variance + eps)."""
+    return np.asarray(1 / np.sqrt(variance + variance.dtype.type(eps)))
+
+
 def batch_norm_inference(
     x: Array, weight: Array, bias: Array, running_mean: Array, running_var: Array, eps: float
 ) -> Array:
     """Gives y by the running statistics."""
-    scale_ = weight / np.sqrt(running_var + weight.dtype.type(eps))
-    y = (wide(x) - _per_channel(running_mean, x.ndim)) * _per_channel(scale_, x.ndim) + _per_channel(bias, x.ndim)
-    return _like(y, x)
+    norm = (weight, bias, running_mean, batch_norm_inverse(running_var, eps))
+    return batch_norm_apply(x, norm, None, None, False)[0]
 
 
-@_ieee
 def batch_norm_backward(
     dy: Array,
     x: Array,
@@ -216,23 +318,14 @@ def batch_norm_backward(
     accumulate: bool,
 ) -> tuple[Array, Array, Array]:
     """Gives dx, dweight, dbias of the training pass."""
-    gradient = wide(dy)
     count = x.size // x.shape[1]
-    normalized = (wide(x) - _per_channel(saved_mean, x.ndim)) * _per_channel(saved_inv_variance, x.ndim)
-    sum_gradient = _channel_sum(gradient)
-    sum_product = _channel_sum(gradient * normalized)
-    dtype = gradient.dtype
-    dx = gradient - _per_channel((sum_gradient / count).astype(dtype), x.ndim)
-    dx -= normalized * _per_channel((sum_product / count).astype(dtype), x.ndim)
-    dx *= _per_channel(weight * saved_inv_variance, x.ndim)
-    return (
-        _like(dx, x),
-        _store(sum_product, dweight, accumulate, weight.dtype),
-        _store(sum_gradient, dbias, accumulate, weight.dtype),
+    means, *gradients = batch_norm_gradient_sums(
+        dy, x, saved_mean, saved_inv_variance, count, dweight, dbias, accumulate
     )
+    dx = batch_norm_input_gradient(dy, x, weight, saved_mean, saved_inv_variance, means)
+    return dx, gradients[0], gradients[1]
 
 
-@_ieee
 def batch_norm_inference_backward(
     dy: Array,
     x: Array,
@@ -245,14 +338,10 @@ def batch_norm_inference_backward(
     accumulate: bool,
 ) -> tuple[Array, Array, Array]:
     """Gives dx, dweight, dbias of the inference pass."""
-    gradient = wide(dy)
-    inverse = 1 / np.sqrt(running_var + weight.dtype.type(eps))
-    normalized = (wide(x) - _per_channel(running_mean, x.ndim)) * _per_channel(inverse, x.ndim)
-    return (
-        _like(gradient * _per_channel(weight * inverse, x.ndim), x),
-        _store(_channel_sum(gradient * normalized), dweight, accumulate, weight.dtype),
-        _store(_channel_sum(gradient), dbias, accumulate, weight.dtype),
-    )
+    inverse = batch_norm_inverse(running_var, eps)
+    means, *gradients = batch_norm_gradient_sums(dy, x, running_mean, inverse, 0, dweight, dbias, accumulate)
+    dx = batch_norm_input_gradient(dy, x, weight, running_mean, inverse, means)
+    return dx, gradients[0], gradients[1]
 
 
 # --- pooling ----------------------------------------------------------------------------------------------------------
@@ -322,6 +411,51 @@ def max_pool_backward(
         stride,
         padding,
     )
+
+
+@_ieee
+def batch_norm_relu_max_pool_forward(
+    x: Array,
+    weight: Array,
+    bias: Array,
+    mean: Array,
+    inverse: Array,
+    kernel_size: Pair,
+    stride: Pair,
+    padding: Pair,
+    index_dtype: np.dtype[Any],
+) -> tuple[Array, Array, Array]:
+    """Gives y, the x of each maximum and its place in its window, of which the last of the dtype is none above zero."""
+    scale_ = (inverse * weight).astype(compute_dtype(x.dtype))
+    sign = _per_channel(np.where(scale_ < 0, -1, 1).astype(scale_.dtype), x.ndim)
+    signed, indices = max_pool_forward(wide(x) * sign, kernel_size, stride, padding, index_dtype)
+    largest = signed * sign
+    values = (largest - _per_channel(mean, x.ndim)) * _per_channel(scale_, x.ndim) + _per_channel(bias, x.ndim)
+    y = _like(values, x)
+    off = wide(y) <= 0
+    y[off] = 0
+    indices[off] = index_dtype.type(255) if index_dtype == np.uint8 else -1
+    return y, _like(largest, x), indices
+
+
+@_ieee
+def batch_norm_relu_max_pool_backward(
+    dy: Array,
+    x: Array,
+    indices: Array,
+    weight: Array,
+    mean: Array,
+    inverse: Array,
+    kernel_size: Pair,
+    stride: Pair,
+    padding: Pair,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> tuple[Array, Array, Array]:
+    """Gives dx, dweight and dbias."""
+    gradient = max_pool_backward(wide(dy), indices, x.shape, kernel_size, stride, padding)
+    return batch_norm_backward(gradient, x, weight, mean, inverse, dweight, dbias, accumulate)
 
 
 @_ieee
@@ -422,6 +556,21 @@ def cross_entropy_backward(
 def top1_count(logits: Array, target: Array) -> Array:
     """Rows whose first largest logit is at the target."""
     return np.asarray((wide(logits).argmax(axis=1) == target).sum(), np.int64)
+
+
+@_ieee
+def correct_counts(logits: Array, target: Array, ignore_index: int) -> Array:
+    """Of the rows that count those whose target is the first largest logit, and is among the five first, int64 (2,)."""
+    values = wide(logits)
+    valid = (target != ignore_index) & (target >= 0) & (target < logits.shape[1])
+    picked = np.where(valid, target, 0)[:, None]
+    chosen = np.take_along_axis(values, picked, axis=1)
+    nan, chosen_nan = np.isnan(values), np.isnan(chosen)
+    earlier = np.arange(logits.shape[1]) < picked
+    larger = (values > chosen) | ((values == chosen) & earlier)
+    before = np.where(nan | chosen_nan, nan & (~chosen_nan | earlier), larger)
+    ranks = before.sum(axis=1)
+    return np.array([(valid & (ranks < most)).sum() for most in (1, 5)], np.int64)
 
 
 # --- gradients, optimizer, scaler -------------------------------------------------------------------------------------
@@ -633,6 +782,6 @@ def _like(values: Array, a: Array) -> Array:
     """The values in the dtype and layout of an array; themselves when they already are."""
     if values.dtype == a.dtype and memory_layout(values) == _kept_layout(a):
         return values
-    out = empty(a.shape, a.dtype, device=CPU, layout=_kept_layout(a))
+    out = empty(values.shape, a.dtype, device=CPU, layout=_kept_layout(a))
     out[...] = values
     return out

@@ -11,6 +11,10 @@ wait for the GPU.
 Note [cold]: operands that fit into the second-level cache are in it when a run follows one on the same buffers. Where
 that is not wanted, the caller gives several callables, which do the same on different buffers, `buffer_sets` of them.
 They are taken in turn, over samples and works, so that no run finds what the one before has read.
+
+Note [timeline]: between the many parts of one long run a hold of all of it would not do, since launching waits where
+about a thousand are queued. So the stream is held for `_CHUNK` marks at a time: while the GPU works on some, the host
+queues the next. A hold stands where the caller permits it, and its time belongs to no part.
 """
 
 import collections
@@ -48,6 +52,8 @@ HOLD_LIMIT_S = 0.5
 MOST_BUFFER_SETS = 256
 
 _IN_FLIGHT = 2  # samples queued at a time: one runs, and one is ready when it ends
+
+_CHUNK = 64  # marks of a timeline that are queued while the stream is held; each may come with a few launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +433,87 @@ class _CudaSample:
     def elapsed_ms(self) -> float:
         """Gives the milliseconds between the two events, which have passed."""
         return float(self._cupy.cuda.get_elapsed_time(self._begin, self._end))
+
+
+class Timeline:
+    """Times the parts of one run, in order: what is launched after a mark belongs to it until the next one.
+
+    CUDA's are times of the device, on the stream that is current when the timeline is made; see Note [timeline]. Its
+    work must not wait for the device. The CPU's are times of its clock.
+
+    Args:
+        device: where the parts run; of several CUDA devices the one that is current.
+
+    Raises:
+        FlcudaError: a CUDA graph is being captured.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._cupy: Any = None
+        self._stream: Any = None
+        if device.kind == "cuda":
+            self._cupy, self._stream = _current_stream()
+        self._labels: list[object] = []
+        self._marks: list[tuple[Any, Any]] = []  # where the part begins, and where the one before ended
+        self._holds: list[_Hold] = []
+        self._since_hold = 0
+        if self._cupy is not None:
+            self._holds.append(_Hold(self._stream))
+
+    def mark(self, label: object, *, may_hold: bool = False) -> None:
+        """Begins a part and ends the one before.
+
+        Args:
+            label: of the part; None where nobody asks for its time.
+            may_hold: whether the stream may be held before the part begins.
+        """
+        now = end = self._now()
+        self._since_hold += 1
+        if may_hold and self._holds and self._since_hold >= _CHUNK:
+            self._since_hold = 0
+            self._holds.append(_Hold(self._stream))
+            self._holds[-2].release()
+            now = self._now()
+        self._labels.append(label)
+        self._marks.append((now, end))
+
+    def close(self) -> list[tuple[object, float]]:
+        """Ends the last part and waits for all of them.
+
+        Returns:
+            Label and milliseconds of each part with a label, in order.
+        """
+        self.mark(None)
+        self.release()
+        if self._cupy is not None:
+            self._marks[-1][1].synchronize()
+        return [
+            (label, self._between(begin, end))
+            for label, (begin, _), (_, end) in zip(self._labels, self._marks, self._marks[1:], strict=False)
+            if label is not None
+        ]
+
+    def release(self) -> None:
+        """Lets the stream go on; for who gives the timeline up, because the run has failed."""
+        for hold in self._holds:
+            hold.release()
+
+    @property
+    def queued(self) -> bool:
+        """Whether the host was never so slow that a hold expired; then times may be the host's. Known when closed."""
+        return not any(hold.expired for hold in self._holds)
+
+    def _now(self) -> Any:
+        if self._cupy is None:
+            return time.perf_counter()
+        event = self._cupy.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        if self._cupy is None:
+            return float(1e3 * (end - begin))
+        return float(self._cupy.cuda.get_elapsed_time(begin, end))
 
 
 # Bits of what NVML calls clock event reasons. That a GPU idles is none that slows work down.

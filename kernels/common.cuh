@@ -229,65 +229,6 @@ struct Pair {
   A first, second;
 };
 
-template <class A>
-struct PairSum {
-  A first, second;
-  __device__ static PairSum zero() { return PairSum{A(0), A(0)}; }
-  __device__ void add(const Pair<A>* items, int n) {
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-      if (g < n) {
-        first += items[g].first;
-        second += items[g].second;
-      }
-    }
-  }
-  __device__ void merge(const PairSum& other) {
-    first += other.first;
-    second += other.second;
-  }
-  __device__ PairSum shuffle_down(int width) const {
-    return PairSum{__shfl_down_sync(0xffffffffu, first, width), __shfl_down_sync(0xffffffffu, second, width)};
-  }
-};
-
-// Count, mean and sum of squared distances from the mean (Chan, Golub and LeVeque 1979): unlike the sum of squares minus
-// the square of the sum it keeps its digits when the mean is large.
-template <class A>
-struct Moments {
-  A count, mean, m2;
-  __device__ static Moments zero() { return Moments{A(0), A(0), A(0)}; }
-  __device__ void add(const A* items, int n) {
-    A sum = A(0);
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-      if (g < n) sum += items[g];
-    }
-    Moments group = {A(n), sum / A(n), A(0)};
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-      if (g < n) {
-        A distance = items[g] - group.mean;
-        group.m2 += distance * distance;
-      }
-    }
-    merge(group);
-  }
-  __device__ void merge(const Moments& other) {
-    if (other.count == A(0)) return;
-    A total = count + other.count;
-    A distance = other.mean - mean;
-    A weight = other.count / total;
-    mean += distance * weight;
-    m2 += other.m2 + distance * distance * count * weight;
-    count = total;
-  }
-  __device__ Moments shuffle_down(int width) const {
-    return Moments{__shfl_down_sync(0xffffffffu, count, width), __shfl_down_sync(0xffffffffu, mean, width),
-                   __shfl_down_sync(0xffffffffu, m2, width)};
-  }
-};
-
 // --- Philox -----------------------------------------------------------------------------------------------------------
 
 // Philox4x32-10, as flcuda/rng.py: block `block` of stream `stream` of `seed`. Source: Salmon et al., SC 2011.

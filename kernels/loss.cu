@@ -1,95 +1,147 @@
 // Softmax cross-entropy. logits, probabilities and dlogits are (rows, classes), target is (rows), 64-bit. Outputs are
-// overwritten (=) but for top1_count, which is added to. Sums run in a fixed order. A target that is neither a class nor
-// ignore_index makes the loss and the row's gradients NaN; it is never used as an index.
+// overwritten (=) but for `correct` and top1_count, which are added to. Sums run in a fixed order. A target that is neither a
+// class nor ignore_index makes the loss and the row's gradients NaN; it is never used as an index.
+//
+// The forward pass is one launch: a block of up to THREADS, whole warps, a row, and one where there is none. The block that ends last adds up what
+// all have written. `ticket` is zero before and after.
 
 #include "common.cuh"
 
 const int THREADS = 256;
 
 template <class A>
-__device__ A block_sum(A value) {
-  __shared__ A shared[THREADS];
-  __syncthreads();  // a second call must not overwrite what the first one still reads
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int width = THREADS / 2; width > 0; width /= 2) {
-    if (threadIdx.x < width) shared[threadIdx.x] += shared[threadIdx.x + width];
-    __syncthreads();
-  }
-  return shared[0];
+__device__ A larger(A a, A b) {
+  return b > a || is_nan(b) ? b : a;  // NaN wins
 }
 
-// NaN wins.
+// The total of a block's values, in all its threads.
+template <class A>
+__device__ A block_sum(A value) {
+  __shared__ A shared[WARPS];
+  for (int width = 16; width > 0; width /= 2) value += __shfl_down_sync(0xffffffffu, value, width);
+  __syncthreads();  // a second call must not overwrite what the first one still reads
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  A sum = shared[0];
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) sum += shared[warp];
+  return sum;
+}
+
 template <class A>
 __device__ A block_max(A value) {
-  __shared__ A shared[THREADS];
-  shared[threadIdx.x] = value;
+  __shared__ A shared[WARPS];
+  for (int width = 16; width > 0; width /= 2) value = larger(value, __shfl_down_sync(0xffffffffu, value, width));
   __syncthreads();
-  for (int width = THREADS / 2; width > 0; width /= 2) {
-    if (threadIdx.x < width) {
-      A other = shared[threadIdx.x + width];
-      if (other > shared[threadIdx.x] || is_nan(other)) shared[threadIdx.x] = other;
-    }
-    __syncthreads();
-  }
-  return shared[0];
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  A best = shared[0];
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) best = larger(best, shared[warp]);
+  return best;
 }
 
-// losses (rows) = each row's loss, 0 when ignored; probabilities = softmax. A block of THREADS a row.
+// Whether a logit comes before the target's in descending order: NaN is the largest, and of equal ones the first.
+template <class A>
+__device__ bool comes_before(A value, int64 k, A label_value, int64 label) {
+  if (is_nan(value) || is_nan(label_value)) return is_nan(value) && (!is_nan(label_value) || k < label);
+  return value > label_value || (value == label_value && k < label);
+}
+
+// losses (rows) = each row's loss, 0 when ignored; ranks (rows) = how many logits come before the target's, `classes` where it
+// is no class or ignored; probabilities = softmax.
 template <class T>
-__device__ void rows(Accumulator<T>* losses, Accumulator<T>* probabilities, const T* logits, const int64* target,
-                     int64 classes, double label_smoothing, int64 ignore_index) {
+__device__ void row_loss(Accumulator<T>* losses, int64* ranks, Accumulator<T>* probabilities, const T* logits,
+                         const int64* target, int64 row, int64 classes, double label_smoothing, int64 ignore_index) {
   typedef Accumulator<T> A;
-  int64 row = blockIdx.x;
   const T* x = logits + row * classes;
+  int64 label = target[row];
+  bool is_class = label >= 0 && label < classes;
+  A label_value = is_class ? widen(x[label]) : A(0);
   A largest = minus_infinity<A>();
-  for (int64 k = threadIdx.x; k < classes; k += THREADS) {
+  int64 before = 0;
+  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
     A value = widen(x[k]);
-    if (value > largest || is_nan(value)) largest = value;
+    largest = larger(largest, value);
+    before += comes_before(value, k, label_value, label);
   }
   largest = block_max(largest);
+  before = block_sum(before);
   A total = 0, shifted_sum = 0;
-  for (int64 k = threadIdx.x; k < classes; k += THREADS) {
+  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
     A shifted = widen(x[k]) - largest;
     total += exp(shifted);
     shifted_sum += shifted;
   }
   total = block_sum(total);
-  for (int64 k = threadIdx.x; k < classes; k += THREADS) {
+  if (label_smoothing > 0) shifted_sum = block_sum(shifted_sum);
+  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
     probabilities[row * classes + k] = exp(widen(x[k]) - largest) / total;
   }
-  if (label_smoothing > 0) shifted_sum = block_sum(shifted_sum);
   if (threadIdx.x != 0) return;
-  int64 label = target[row];
-  if (label == ignore_index) {
-    losses[row] = A(0);
-  } else if (label < 0 || label >= classes) {
-    losses[row] = quiet_nan<A>();
-  } else {
+  A loss = 0;
+  if (label != ignore_index && !is_class) {
+    loss = quiet_nan<A>();
+  } else if (label != ignore_index) {
     A smoothing = A(label_smoothing);
     A log_total = log(total);
-    A loss = -(A(1) - smoothing) * (widen(x[label]) - largest - log_total);
+    loss = -(A(1) - smoothing) * (label_value - largest - log_total);
     if (label_smoothing > 0) loss -= smoothing / A(classes) * (shifted_sum - A(classes) * log_total);
-    losses[row] = loss;
   }
+  losses[row] = loss;
+  ranks[row] = is_class && label != ignore_index ? before : classes;
 }
 
-// loss (one element) = the mean over the rows that are not ignored; count (one element) = how many. One block of THREADS.
-template <class A>
-__device__ void mean(A* loss, int64* count, const A* losses, const int64* target, int64 rows, int64 ignore_index) {
+__device__ inline bool is_last_block(uint32* ticket) {
+  __shared__ int last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
+    if (last) {
+      *ticket = 0;
+      __threadfence();
+    }
+  }
+  __syncthreads();
+  return last;
+}
+
+// loss (one element) = the mean over the rows that are not ignored; count (one element) = how many; correct (two elements, or
+// null) += rows whose target is the largest logit, and is among the five largest.
+template <class T>
+__device__ void cross_entropy(Accumulator<T>* loss, int64* count, int64* correct, Accumulator<T>* losses, int64* ranks,
+                              Accumulator<T>* probabilities, uint32* ticket, const T* logits, const int64* target,
+                              int64 rows, int64 classes, double label_smoothing, int64 ignore_index) {
+  typedef Accumulator<T> A;
+  if (blockIdx.x < rows) {
+    row_loss<T>(losses, ranks, probabilities, logits, target, blockIdx.x, classes, label_smoothing, ignore_index);
+  }
+  if (!is_last_block(ticket)) return;
+  // What other blocks have written must not come from this multiprocessor's cache.
+  const volatile A* all_losses = losses;
+  const volatile int64* all_ranks = ranks;
   double sum = 0;
-  int64 valid = 0;
-  for (int64 row = threadIdx.x; row < rows; row += THREADS) {
+  int64 valid = 0, first = 0, among_five = 0;
+  for (int64 row = threadIdx.x; row < rows; row += blockDim.x) {
     if (target[row] != ignore_index) {
-      sum += losses[row];
+      sum += all_losses[row];
       valid += 1;
     }
+    int64 rank = all_ranks[row];
+    first += rank == 0;
+    among_five += rank < 5 && rank < classes;
   }
   sum = block_sum(sum);
   valid = block_sum(valid);
-  if (threadIdx.x == 0) {
-    loss[0] = (A)(sum / (double)valid);
-    count[0] = valid;
+  if (correct) {
+    first = block_sum(first);
+    among_five = block_sum(among_five);
+  }
+  if (threadIdx.x != 0) return;
+  loss[0] = (A)(sum / (double)valid);
+  count[0] = valid;
+  if (correct) {
+    correct[0] += first;
+    correct[1] += among_five;
   }
 }
 
@@ -146,14 +198,16 @@ __device__ void top1(uint64* top1_count, const T* logits, const int64* target, i
       index = other_index;
     }
   }
-  if (lane == 0 && index == target[row]) atomicAdd(top1_count, 1ull);
+  if (lane == 0 && index == target[row]) atomicAdd(top1_count, (uint64)1);
 }
 
-#define INSTANCES(name, T) \
-  extern "C" __global__ void cross_entropy_rows_##name(Accumulator<T>* losses, Accumulator<T>* probabilities, \
-                                                       const T* logits, const int64* target, int64 classes, \
-                                                       double label_smoothing, int64 ignore_index) { \
-    rows<T>(losses, probabilities, logits, target, classes, label_smoothing, ignore_index); \
+#define LOSS_KERNELS(name, T) \
+  extern "C" __global__ void cross_entropy_forward_##name( \
+      Accumulator<T>* loss, int64* count, int64* correct, Accumulator<T>* losses, int64* ranks, \
+      Accumulator<T>* probabilities, uint32* ticket, const T* logits, const int64* target, int64 rows, int64 classes, \
+      double label_smoothing, int64 ignore_index) { \
+    cross_entropy<T>(loss, count, correct, losses, ranks, probabilities, ticket, logits, target, rows, classes, \
+                     label_smoothing, ignore_index); \
   } \
   extern "C" __global__ void cross_entropy_backward_##name( \
       T* dlogits, const Accumulator<T>* dloss, const Accumulator<T>* probabilities, const int64* target, \
@@ -164,12 +218,16 @@ __device__ void top1(uint64* top1_count, const T* logits, const int64* target, i
                                                int64 rows, int64 classes) { \
     top1<T>(top1_count, logits, target, rows, classes); \
   }
-FOR_FLOAT_TYPES(INSTANCES)
+#define TYPE_f32 float
+#define TYPE_f64 double
+#define TYPE_f16 __half
+#define TYPE_bf16 __nv_bfloat16
+#define JOINED(kind) LOSS_KERNELS(kind, TYPE_##kind)
+#define EXPANDED(kind) JOINED(kind)
 
-#define MEAN_INSTANCES(name, A) \
-  extern "C" __global__ void cross_entropy_mean_##name(A* loss, int64* count, const A* losses, const int64* target, \
-                                                       int64 rows, int64 ignore_index) { \
-    mean<A>(loss, count, losses, target, rows, ignore_index); \
-  }
-MEAN_INSTANCES(f32, float)
-MEAN_INSTANCES(f64, double)
+// LOSS_KIND, where defined, is the dtype's suffix: to compile all takes time.
+#ifdef LOSS_KIND
+EXPANDED(LOSS_KIND)
+#else
+FOR_FLOAT_TYPES(LOSS_KERNELS)
+#endif

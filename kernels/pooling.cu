@@ -1,9 +1,22 @@
 // Pooling of dense images, nchw or nhwc. Outputs are overwritten (=). Windows start at o * stride - padding; all of them
 // hold at least one place of the image. Element kernels take any launch shape of one dimension (grid-stride).
-// The index of a window is the place of its maximum, row * kernel_w + column: in small_indices (at most 256 places) or, when
-// that is null, in large_indices. Backward passes gather: no atomics.
+// The index of a window is the place of its maximum, row * kernel_w + column: in small_indices (at most 256 places; 255 with
+// batch norm) or, when that is null, in large_indices. Backward passes gather: no atomics.
+//
+// Max pooling of y = relu(batch norm of x) never stores the batch norm's result: that is monotonic in x, so the largest x of
+// a window (the smallest, where the channel's scale is negative) is the one, and is normalised alone. It is kept too: from it
+// and the windows' gradients the sums of the batch norm's backward pass follow, from a quarter of the bytes. A window whose
+// largest is not above zero has the index NOTHING: no gradient goes through it. Of places whose x differ and whose y round to
+// the same number the one with the larger x is the maximum. Vectors are (channels), in float (double for double).
+//
+// Kernels named 3x3 are for windows of 3 x 3 with stride 2 and padding 1 only, and not for double. They move LANES neighbours at a time, which
+// must be aligned: of nhwc the channels, of nchw the columns, a multiple of LANES of them. nhwc: blocks of at least
+// channels / LANES threads. Any grid of one dimension. They begin at the end of memory: whoever wrote or read the arrays
+// before has the end still in the second-level cache.
+//
+// POOL_PART and POOL_KIND, where defined, say which of the kernels and for which dtype: to compile all takes seconds.
 
-#include "common.cuh"
+#include "batch_norm.cuh"
 
 struct PoolSizes {
   int64 n, c, h, w, oh, ow, kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w;
@@ -35,12 +48,102 @@ __device__ inline void windows(int64 place, int64 kernel, int64 stride, int64 pa
   if (*last > count) *last = count;
 }
 
-// NaN wins, and of several the last; when nothing is above minus infinity the first place of the image is the maximum.
+// --- what is pooled, and what becomes of a gradient ----------------------------------------------------------------------
+
+const int NOTHING = 255;
+const int NOTHING_LARGE = -1;
+
+// The image itself. NaN wins, and of several the last; when nothing is above minus infinity the first place of the image is
+// the maximum.
 template <class T>
-__device__ void max_pool_forward(T* y, uint8* small_indices, int* large_indices, const T* x, const PoolSizes& s) {
+struct Plain {
+  typedef Accumulator<T> A;
+  struct Channel {};
+  static const bool KEEPS = false;
+  T* y;
+  T* largest;
+  __device__ Channel channel(int64) const { return Channel(); }
+  __device__ static A key(T x, const Channel&) { return widen(x); }
+  __device__ static bool better(A value, A best) { return value > best || is_nan(value); }
+  __device__ static bool finish(A best, const Channel&, T* y, T*) {
+    *y = narrow<T>(best);
+    return true;
+  }
+};
+
+// relu of the batch norm of the image. `largest` = the x of each window's maximum.
+template <class T>
+struct Normalized {
+  typedef Accumulator<T> A;
+  struct Channel {
+    A sign, scale, mean, bias;
+    __device__ A normalized(A x) const { return (x - mean) * scale + bias; }
+  };
+  static const bool KEEPS = true;
+  T* y;
+  T* largest;
+  const A* weight;
+  const A* bias;
+  const A* mean;
+  const A* inverse;
+  __device__ Channel channel(int64 c) const {
+    A scale = inverse[c] * weight[c];
+    return Channel{scale < 0 ? A(-1) : A(1), scale, mean[c], bias[c]};
+  }
+  __device__ static A key(T x, const Channel& channel) { return widen(x) * channel.sign; }
+  __device__ static bool better(A value, A best) { return value > best; }
+  __device__ static bool finish(A best, const Channel& channel, T* y, T* largest) {
+    A x = best * channel.sign;
+    *largest = narrow<T>(x);
+    A value = channel.normalized(x);
+    bool some = !(value <= A(0));  // NaN counts as above zero, as relu has it
+    *y = narrow<T>(some ? value : A(0));
+    return some;
+  }
+};
+
+// The gradient of the image itself.
+template <class T>
+struct PlainGradient {
+  typedef Accumulator<T> A;
+  struct Channel {};
+  static const bool READS = false;
+  const T* x;
+  __device__ Channel channel(int64) const { return Channel(); }
+  __device__ static T finish(A sum, T, const Channel&) { return narrow<T>(sum); }
+};
+
+// That of what goes into the batch norm. means (2, channels): of the gradient, and of its product with x normalised.
+template <class T>
+struct NormalizedGradient {
+  typedef Accumulator<T> A;
+  struct Channel {
+    A scale, mean, inverse, first, second;
+  };
+  static const bool READS = true;
+  const T* x;
+  const A* weight;
+  const A* mean;
+  const A* inverse;
+  const A* means;
+  int64 channels;
+  __device__ Channel channel(int64 c) const {
+    return Channel{weight[c] * inverse[c], mean[c], inverse[c], means[c], means[channels + c]};
+  }
+  __device__ static T finish(A sum, T x, const Channel& c) {
+    return narrow<T>((sum - c.first - (widen(x) - c.mean) * c.inverse * c.second) * c.scale);
+  }
+};
+
+// --- max pooling, any window --------------------------------------------------------------------------------------------
+
+template <class T, class Pool>
+__device__ void max_pool_forward(const Pool& pool, uint8* small_indices, int* large_indices, const T* x,
+                                 const PoolSizes& s) {
   GRID_STRIDE(i, s.n * s.c * s.oh * s.ow) {
-    int64 image, channel, oy, ox;
-    s.coordinates(i, s.oh, s.ow, &image, &channel, &oy, &ox);
+    int64 image, c, oy, ox;
+    s.coordinates(i, s.oh, s.ow, &image, &c, &oy, &ox);
+    typename Pool::Channel channel = pool.channel(c);
     int64 top = oy * s.stride_h - s.padding_h, left = ox * s.stride_w - s.padding_w;
     int64 begin_h = top < 0 ? -top : 0, begin_w = left < 0 ? -left : 0;
     int64 end_h = s.h - top < s.kernel_h ? s.h - top : s.kernel_h;
@@ -49,41 +152,392 @@ __device__ void max_pool_forward(T* y, uint8* small_indices, int* large_indices,
     int64 index = begin_h * s.kernel_w + begin_w;
     for (int64 ky = begin_h; ky < end_h; ++ky) {
       for (int64 kx = begin_w; kx < end_w; ++kx) {
-        auto value = widen(x[s.place(image, channel, top + ky, left + kx, s.h, s.w)]);
-        if (value > best || is_nan(value)) {
+        auto value = Pool::key(x[s.place(image, c, top + ky, left + kx, s.h, s.w)], channel);
+        if (Pool::better(value, best)) {
           best = value;
           index = ky * s.kernel_w + kx;
         }
       }
     }
-    y[i] = narrow<T>(best);
+    T y, largest;
+    bool some = Pool::finish(best, channel, &y, &largest);
+    pool.y[i] = y;
+    if (Pool::KEEPS) pool.largest[i] = largest;
     if (small_indices) {
-      small_indices[i] = (uint8)index;
+      small_indices[i] = (uint8)(some ? index : NOTHING);
     } else {
-      large_indices[i] = (int)index;
+      large_indices[i] = some ? (int)index : NOTHING_LARGE;
     }
   }
 }
 
-template <class T>
-__device__ void max_pool_backward(T* dx, const T* dy, const uint8* small_indices, const int* large_indices,
-                                  const PoolSizes& s) {
+template <class T, class Gradient>
+__device__ void max_pool_backward(const Gradient& gradient, T* dx, const T* dy, const uint8* small_indices,
+                                  const int* large_indices, const PoolSizes& s) {
   GRID_STRIDE(i, s.n * s.c * s.h * s.w) {
-    int64 image, channel, y, x, first_h, last_h, first_w, last_w;
-    s.coordinates(i, s.h, s.w, &image, &channel, &y, &x);
+    int64 image, c, y, x, first_h, last_h, first_w, last_w;
+    s.coordinates(i, s.h, s.w, &image, &c, &y, &x);
     windows(y, s.kernel_h, s.stride_h, s.padding_h, s.oh, &first_h, &last_h);
     windows(x, s.kernel_w, s.stride_w, s.padding_w, s.ow, &first_w, &last_w);
     Accumulator<T> sum = 0;
     for (int64 oy = first_h; oy < last_h; ++oy) {
       for (int64 ox = first_w; ox < last_w; ++ox) {
-        int64 window = s.place(image, channel, oy, ox, s.oh, s.ow);
+        int64 window = s.place(image, c, oy, ox, s.oh, s.ow);
         int64 ky = y + s.padding_h - oy * s.stride_h, kx = x + s.padding_w - ox * s.stride_w;
         int64 index = small_indices ? small_indices[window] : large_indices[window];
         if (index == ky * s.kernel_w + kx) sum += widen(dy[window]);
       }
     }
-    dx[i] = narrow<T>(sum);
+    dx[i] = Gradient::finish(sum, Gradient::READS ? gradient.x[i] : narrow<T>(Accumulator<T>(0)), gradient.channel(c));
   }
+}
+
+// --- max pooling, 3 x 3 with stride 2 and padding 1 ---------------------------------------------------------------------
+
+template <class T>
+constexpr int LANES = sizeof(T) > 4 ? 2 : 4;
+const int POOL_THREADS = 256;
+// How many blocks a multiprocessor has at once, at least: by the registers for 15 vectors in flight.
+template <class T>
+constexpr int POOL_BLOCKS = sizeof(T) == 2 ? 3 : 2;
+
+template <class T, int N>
+struct alignas(N * sizeof(T)) Lanes {
+  T values[N];
+  __device__ static Lanes load(const T* place) { return *(const Lanes*)place; }
+  __device__ void store(T* place) const { *(Lanes*)place = *this; }
+};
+
+// How the threads of a block share the LANES of nhwc: each keeps its channels.
+struct ChannelLanes {
+  int lane, group, groups;
+  __device__ ChannelLanes(int64 channels, int width) {
+    int vectors = (int)channels / width;
+    groups = blockDim.x / vectors;
+    lane = threadIdx.x % vectors;
+    group = threadIdx.x / vectors;
+  }
+  __device__ bool idle() const { return group >= groups; }
+  __device__ int64 first() const { return (int64)blockIdx.x * groups + group; }
+  __device__ int64 step() const { return (int64)gridDim.x * groups; }
+};
+
+__device__ inline int64 clamp(int64 place, int64 size) { return place < 0 ? 0 : place < size ? place : size - 1; }
+
+// The windows of output rows 2 * pair and 2 * pair + 1: places of the rows that they read, and what a row counts in an index.
+// Rows and columns outside the image are read as their neighbours, which are in the window too.
+struct WindowRows {
+  int64 rows[5];
+  int codes[2][3];
+  __device__ WindowRows(int64 pair, int64 h) {
+#pragma unroll
+    for (int r = 0; r < 5; ++r) rows[r] = clamp(4 * pair - 1 + r, h);
+#pragma unroll
+    for (int window = 0; window < 2; ++window) {
+#pragma unroll
+      for (int ky = 0; ky < 3; ++ky) {
+        codes[window][ky] = 3 * (int)(rows[2 * window + ky] - (4 * pair - 1 + 2 * window));
+      }
+    }
+  }
+};
+
+template <class T, class Pool>
+struct Best {
+  Accumulator<T> value;
+  int index;
+  __device__ void add(Accumulator<T> other, int other_index, bool first) {
+    if (first || Pool::better(other, value)) {
+      value = other;
+      index = other_index;
+    }
+  }
+};
+
+template <class T, class Pool>
+__device__ void max_pool_3x3_nhwc(const Pool& pool, uint8* indices, const T* x, int64 n, int64 c, int64 h, int64 w,
+                                  int64 oh, int64 ow) {
+  const int L = LANES<T>;
+  ChannelLanes lanes(c, L);
+  if (lanes.idle()) return;
+  int64 first_channel = (int64)lanes.lane * L;
+  typename Pool::Channel channels[L];
+#pragma unroll
+  for (int i = 0; i < L; ++i) channels[i] = pool.channel(first_channel + i);
+  int64 pairs = (oh + 1) / 2, items = n * pairs * ow;
+  for (int64 item = lanes.first(); item < items; item += lanes.step()) {
+    int64 ox, pair;
+    int64 image = divide(divide(items - 1 - item, ow, &ox), pairs, &pair);
+    WindowRows rows(pair, h);
+    int64 columns[3] = {clamp(2 * ox - 1, w), 2 * ox, clamp(2 * ox + 1, w)};
+    int codes[3] = {(int)(columns[0] - 2 * ox + 1), 1, (int)(columns[2] - 2 * ox + 1)};
+    const T* plane = x + image * h * w * c + first_channel;
+    Lanes<T, L> values[5][3];
+#pragma unroll
+    for (int r = 0; r < 5; ++r) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) values[r][k] = Lanes<T, L>::load(plane + (rows.rows[r] * w + columns[k]) * c);
+    }
+    Best<T, Pool> best[2][L];
+#pragma unroll
+    for (int r = 0; r < 5; ++r) {
+#pragma unroll
+      for (int i = 0; i < L; ++i) {
+        Best<T, Pool> row;
+#pragma unroll
+        for (int k = 0; k < 3; ++k) row.add(Pool::key(values[r][k].values[i], channels[i]), codes[k], k == 0);
+        if (r < 3) best[0][i].add(row.value, rows.codes[0][r < 3 ? r : 0] + row.index, r == 0);
+        if (r >= 2) best[1][i].add(row.value, rows.codes[1][r < 2 ? 0 : r - 2] + row.index, r == 2);
+      }
+    }
+#pragma unroll
+    for (int window = 0; window < 2; ++window) {
+      int64 oy = 2 * pair + window;
+      if (oy >= oh) break;
+      Lanes<T, L> y, largest;
+      Lanes<uint8, L> index;
+#pragma unroll
+      for (int i = 0; i < L; ++i) {
+        bool some = Pool::finish(best[window][i].value, channels[i], &y.values[i], &largest.values[i]);
+        index.values[i] = (uint8)(some ? best[window][i].index : NOTHING);
+      }
+      int64 place = ((image * oh + oy) * ow + ox) * c + first_channel;
+      y.store(pool.y + place);
+      if (Pool::KEEPS) largest.store(pool.largest + place);
+      index.store(indices + place);
+    }
+  }
+}
+
+template <class T, class Pool>
+__device__ void max_pool_3x3_nchw(const Pool& pool, uint8* indices, const T* x, int64 n, int64 c, int64 h, int64 w,
+                                  int64 oh, int64 ow) {
+  const int L = LANES<T>, O = L / 2;  // columns that are read, and windows
+  int64 pairs = (oh + 1) / 2, vectors = w / L, items = n * c * pairs * vectors;
+  GRID_STRIDE(item, items) {
+    int64 vector, pair, channel_number;
+    int64 plane_number = divide(divide(items - 1 - item, vectors, &vector), pairs, &pair);
+    divide(plane_number, c, &channel_number);
+    typename Pool::Channel channel = pool.channel(channel_number);
+    WindowRows rows(pair, h);
+    const T* plane = x + plane_number * h * w;
+    int64 left = clamp(vector * L - 1, w);
+    Lanes<T, L> values[5];
+    T before[5];
+#pragma unroll
+    for (int r = 0; r < 5; ++r) {
+      values[r] = Lanes<T, L>::load(plane + rows.rows[r] * w + vector * L);
+      before[r] = plane[rows.rows[r] * w + left];
+    }
+    Best<T, Pool> best[2][O];
+#pragma unroll
+    for (int r = 0; r < 5; ++r) {
+#pragma unroll
+      for (int o = 0; o < O; ++o) {
+        Best<T, Pool> row;
+        T first = o == 0 ? before[r] : values[r].values[o == 0 ? 0 : 2 * o - 1];
+        row.add(Pool::key(first, channel), o == 0 && vector == 0 ? 1 : 0, true);
+        row.add(Pool::key(values[r].values[2 * o], channel), 1, false);
+        row.add(Pool::key(values[r].values[2 * o + 1], channel), 2, false);
+        if (r < 3) best[0][o].add(row.value, rows.codes[0][r < 3 ? r : 0] + row.index, r == 0);
+        if (r >= 2) best[1][o].add(row.value, rows.codes[1][r < 2 ? 0 : r - 2] + row.index, r == 2);
+      }
+    }
+#pragma unroll
+    for (int window = 0; window < 2; ++window) {
+      int64 oy = 2 * pair + window;
+      if (oy >= oh) break;
+      Lanes<T, O> y, largest;
+      Lanes<uint8, O> index;
+#pragma unroll
+      for (int o = 0; o < O; ++o) {
+        bool some = Pool::finish(best[window][o].value, channel, &y.values[o], &largest.values[o]);
+        index.values[o] = (uint8)(some ? best[window][o].index : NOTHING);
+      }
+      int64 place = (plane_number * oh + oy) * ow + vector * O;
+      y.store(pool.y + place);
+      if (Pool::KEEPS) largest.store(pool.largest + place);
+      index.store(indices + place);
+    }
+  }
+}
+
+// Where place (row, column) of a window lies in its index, when the window is there.
+__device__ inline int code(bool there, int row, int column) { return there ? 3 * row + column : NOTHING - 1; }
+
+// The gradient of a square of four places from the four windows that hold them, of which `right` and `below` may not be there;
+// sums run over the windows by rows.
+template <class A>
+__device__ void square(A sums[2][2], const A dy[2][2], const int index[2][2], bool right, bool below) {
+  A zero = 0;
+  sums[0][0] = index[0][0] == 4 ? dy[0][0] : zero;
+  sums[0][1] = index[0][0] == 5 ? dy[0][0] : zero;
+  sums[0][1] += index[0][1] == code(right, 1, 0) ? dy[0][1] : zero;
+  sums[1][0] = index[0][0] == 7 ? dy[0][0] : zero;
+  sums[1][0] += index[1][0] == code(below, 0, 1) ? dy[1][0] : zero;
+  sums[1][1] = index[0][0] == 8 ? dy[0][0] : zero;
+  sums[1][1] += index[0][1] == code(right, 2, 0) ? dy[0][1] : zero;
+  sums[1][1] += index[1][0] == code(below, 0, 2) ? dy[1][0] : zero;
+  sums[1][1] += index[1][1] == code(right && below, 0, 0) ? dy[1][1] : zero;
+}
+
+template <class T, class Gradient>
+__device__ void max_pool_3x3_backward_nhwc(const Gradient& gradient, T* dx, const T* dy, const uint8* indices, int64 n,
+                                           int64 c, int64 h, int64 w, int64 oh, int64 ow) {
+  typedef Accumulator<T> A;
+  const int L = LANES<T>;
+  ChannelLanes lanes(c, L);
+  if (lanes.idle()) return;
+  int64 first_channel = (int64)lanes.lane * L;
+  typename Gradient::Channel channels[L];
+#pragma unroll
+  for (int i = 0; i < L; ++i) channels[i] = gradient.channel(first_channel + i);
+  int64 items = n * oh * ow;
+  for (int64 item = lanes.first(); item < items; item += lanes.step()) {
+    int64 ox, oy;
+    int64 image = divide(divide(items - 1 - item, ow, &ox), oh, &oy);
+    bool right = ox + 1 < ow, below = oy + 1 < oh;
+    bool inside_w = 2 * ox + 1 < w, inside_h = 2 * oy + 1 < h;
+    Lanes<T, L> windows[2][2], values[2][2];
+    Lanes<uint8, L> index[2][2];
+    int64 corner = ((image * h + 2 * oy) * w + 2 * ox) * c + first_channel;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        int64 window = (image * oh + oy + (row && below)) * ow + ox + (column && right);
+        windows[row][column] = Lanes<T, L>::load(dy + window * c + first_channel);
+        index[row][column] = Lanes<uint8, L>::load(indices + window * c + first_channel);
+        if (Gradient::READS) {
+          int64 place = corner + ((row && inside_h) * w + (column && inside_w)) * c;
+          values[row][column] = Lanes<T, L>::load(gradient.x + place);
+        }
+      }
+    }
+    Lanes<T, L> results[2][2];
+#pragma unroll
+    for (int i = 0; i < L; ++i) {
+      A sums[2][2], gradients[2][2];
+      int places[2][2];
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        gradients[at / 2][at % 2] = widen(windows[at / 2][at % 2].values[i]);
+        places[at / 2][at % 2] = index[at / 2][at % 2].values[i];
+      }
+      square(sums, gradients, places, right, below);
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        results[at / 2][at % 2].values[i] =
+            Gradient::finish(sums[at / 2][at % 2], values[at / 2][at % 2].values[i], channels[i]);
+      }
+    }
+    results[0][0].store(dx + corner);
+    if (inside_w) results[0][1].store(dx + corner + c);
+    if (inside_h) results[1][0].store(dx + corner + w * c);
+    if (inside_w && inside_h) results[1][1].store(dx + corner + (w + 1) * c);
+  }
+}
+
+template <class T, class Gradient>
+__device__ void max_pool_3x3_backward_nchw(const Gradient& gradient, T* dx, const T* dy, const uint8* indices, int64 n,
+                                           int64 c, int64 h, int64 w, int64 oh, int64 ow) {
+  typedef Accumulator<T> A;
+  const int L = LANES<T>, O = L / 2;
+  int64 vectors = w / L, items = n * c * oh * vectors;
+  GRID_STRIDE(item, items) {
+    int64 vector, oy, channel_number;
+    int64 plane = divide(divide(items - 1 - item, vectors, &vector), oh, &oy);
+    divide(plane, c, &channel_number);
+    typename Gradient::Channel channel = gradient.channel(channel_number);
+    bool right = (vector + 1) * O < ow, below = oy + 1 < oh, inside_h = 2 * oy + 1 < h;
+    A windows[2][O + 1];
+    int index[2][O + 1];
+    Lanes<T, L> values[2];
+    int64 corner = (plane * h + 2 * oy) * w + vector * L;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      int64 window = (plane * oh + oy + (row && below)) * ow + vector * O;
+      Lanes<T, O> own = Lanes<T, O>::load(dy + window);
+      Lanes<uint8, O> own_index = Lanes<uint8, O>::load(indices + window);
+#pragma unroll
+      for (int o = 0; o < O; ++o) {
+        windows[row][o] = widen(own.values[o]);
+        index[row][o] = own_index.values[o];
+      }
+      windows[row][O] = widen(dy[window + (right ? O : 0)]);
+      index[row][O] = indices[window + (right ? O : 0)];
+      if (Gradient::READS) values[row] = Lanes<T, L>::load(gradient.x + corner + (row && inside_h) * w);
+    }
+    Lanes<T, L> results[2];
+#pragma unroll
+    for (int o = 0; o < O; ++o) {
+      A sums[2][2];
+      A gradients[2][2] = {{windows[0][o], windows[0][o + 1]}, {windows[1][o], windows[1][o + 1]}};
+      int places[2][2] = {{index[0][o], index[0][o + 1]}, {index[1][o], index[1][o + 1]}};
+      square(sums, gradients, places, o + 1 < O || right, below);
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        results[at / 2].values[2 * o + at % 2] =
+            Gradient::finish(sums[at / 2][at % 2], values[at / 2].values[2 * o + at % 2], channel);
+      }
+    }
+    results[0].store(dx + corner);
+    if (inside_h) results[1].store(dx + corner + w);
+  }
+}
+
+// --- the batch norm's sums from the windows -----------------------------------------------------------------------------
+
+// The first pass of the backward pass, over the windows: dz = dy + dy_2, rounded, which both are null or neither. The sums of
+// the gradient where the largest is above zero, and of that times (largest - mean), make dweight, dbias and means; count: of
+// the image's elements of a channel. Blocks, grid, partial, ticket: as batch_norm.cuh has them.
+template <class T, int V, bool NHWC, int U>
+__device__ void window_sums(T* dz, Accumulator<T>* partial, uint32* ticket, const GradientOut<Accumulator<T>>& out,
+                            const T* dy, const T* dy_2, const Normalized<T>& pool, int64 count, int64 outer,
+                            int64 channels, int64 inner, int lanes) {
+  typedef Accumulator<T> A;
+  const int OWN = NHWC ? V : 1;
+  Walk<V, NHWC, U> walk(outer, channels, inner, lanes);
+  A sum[2][OWN];
+#pragma unroll
+  for (int c = 0; c < OWN; ++c) sum[0][c] = sum[1][c] = A(0);
+  if (walk.active()) {
+    typename Normalized<T>::Channel own[OWN];
+#pragma unroll
+    for (int c = 0; c < OWN; ++c) own[c] = pool.channel(walk.channel + c);
+    for (int64 chunk = blockIdx.y; chunk < walk.chunks; chunk += gridDim.y) {
+      int64 offset[U];
+      int n = walk.seek(chunk, offset);
+      Pack<T, V> largest[U], gradient[U], second[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (u >= n) break;
+        largest[u] = load_pack<T, V>(pool.largest + offset[u]);
+        gradient[u] = load_pack<T, V>(dy + offset[u]);
+        if (dy_2) second[u] = load_pack<T, V>(dy_2 + offset[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (u >= n) break;
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          const typename Normalized<T>::Channel& channel = own[NHWC ? i : 0];
+          if (dy_2) gradient[u].e[i] = narrow<T>(widen(gradient[u].e[i]) + widen(second[u].e[i]));
+          A x = widen(largest[u].e[i]);
+          A value = channel.normalized(x) <= A(0) ? A(0) : widen(gradient[u].e[i]);
+          sum[0][NHWC ? i : 0] += value;
+          sum[1][NHWC ? i : 0] += value * (x - channel.mean);
+        }
+        if (dy_2) store_pack<T, V>(dz + offset[u], gradient[u]);
+      }
+    }
+  }
+  reduce_sums<A, 2>(partial, sum, walk, lanes);
+  if (!is_last_block(ticket + blockIdx.x, gridDim.y)) return;
+  A total[2];
+  combine_sums<A, 2>(total, partial, walk);
+  int64 channel = (int64)blockIdx.x * walk.slots + threadIdx.x;
+  if (threadIdx.x < walk.slots && channel < channels) out.write(total[0], total[1], channel, channels, count);
 }
 
 // Padding counts as zeros.
@@ -129,27 +583,69 @@ __device__ void global_avg_pool_nchw(T* y, const T* x, int64 n, int64 c, int64 s
   if (threadIdx.x % 32 == 0) y[row] = narrow<T>(sum / Accumulator<T>(space));
 }
 
-template <class T>
-__device__ void global_avg_pool_nhwc(T* y, const T* x, int64 n, int64 c, int64 space) {
-  GRID_STRIDE(i, n * c) {
-    int64 channel;
-    int64 image = divide(i, c, &channel);
-    Accumulator<T> sum = 0;
-    for (int64 place = 0; place < space; ++place) sum += widen(x[(image * space + place) * c + channel]);
-    y[i] = narrow<T>(sum / Accumulator<T>(space));
+// A block of (32, POOL_ROWS) threads has 32 * L channels of an image: each row of threads a part of the places. A grid of
+// n * channel blocks; c is a multiple of L and, of L above 1, arrays are aligned.
+const int POOL_ROWS = 8;
+
+template <int L>
+__device__ inline bool image_channels(int64 c, int64* image, int64* channel) {
+  int64 block;
+  *image = divide(blockIdx.x, (c + 32 * L - 1) / (32 * L), &block);
+  *channel = (block * 32 + threadIdx.x) * L;
+  return *channel < c;
+}
+
+template <class T, int L>
+__device__ void global_avg_pool_nhwc(T* y, const T* x, int64 c, int64 space) {
+  typedef Accumulator<T> A;
+  __shared__ A shared[POOL_ROWS][32][L];
+  int64 image, channel;
+  bool any = image_channels<L>(c, &image, &channel);
+  A sums[L];
+#pragma unroll
+  for (int i = 0; i < L; ++i) sums[i] = 0;
+  if (any) {
+#pragma unroll 4
+    for (int64 place = threadIdx.y; place < space; place += POOL_ROWS) {
+      Lanes<T, L> values = Lanes<T, L>::load(x + (image * space + place) * c + channel);
+#pragma unroll
+      for (int i = 0; i < L; ++i) sums[i] += widen(values.values[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < L; ++i) shared[threadIdx.y][threadIdx.x][i] = sums[i];
+  __syncthreads();
+  if (threadIdx.y != 0 || !any) return;
+  Lanes<T, L> means;
+#pragma unroll
+  for (int i = 0; i < L; ++i) {
+    A sum = 0;
+#pragma unroll
+    for (int row = 0; row < POOL_ROWS; ++row) sum += shared[row][threadIdx.x][i];
+    means.values[i] = narrow<T>(sum / A(space));
+  }
+  means.store(y + image * c + channel);
+}
+
+template <class T, int L>
+__device__ void global_avg_pool_backward_nhwc(T* dx, const T* dy, int64 c, int64 space) {
+  int64 image, channel;
+  if (!image_channels<L>(c, &image, &channel)) return;
+  Lanes<T, L> values = Lanes<T, L>::load(dy + image * c + channel);
+#pragma unroll
+  for (int i = 0; i < L; ++i) values.values[i] = narrow<T>(widen(values.values[i]) / Accumulator<T>(space));
+  for (int64 place = threadIdx.y; place < space; place += POOL_ROWS) {
+    values.store(dx + (image * space + place) * c + channel);
   }
 }
 
-// dx is (outer, channels, inner); dy is (n, channels).
+// A warp a row of dx, (rows, space); block a multiple of 32.
 template <class T>
-__device__ void global_avg_pool_backward(T* dx, const T* dy, int64 outer, int64 channels, int64 inner, int64 space) {
-  GRID_STRIDE(i, outer * channels * inner) {
-    int64 channel, ignored;
-    int64 row = inner == 1 ? i : divide(i, inner, &ignored);
-    row = divide(row, channels, &channel);
-    int64 image = inner == 1 ? divide(row, space, &ignored) : row;
-    dx[i] = narrow<T>(widen(dy[image * channels + channel]) / Accumulator<T>(space));
-  }
+__device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, int64 space) {
+  int64 row = ((int64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (row >= rows) return;
+  T value = narrow<T>(widen(dy[row]) / Accumulator<T>(space));
+  for (int64 i = threadIdx.x % 32; i < space; i += 32) dx[row * space + i] = value;
 }
 
 #define SIZES                                                                                                       \
@@ -158,29 +654,117 @@ __device__ void global_avg_pool_backward(T* dx, const T* dy, int64 outer, int64 
 #define SIZE_VALUES \
   PoolSizes { n, c, h, w, oh, ow, kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w, nhwc }
 
-#define INSTANCES(name, T)                                                                                            \
-  extern "C" __global__ void max_pool_forward_##name(T* y, uint8* small_indices, int* large_indices, const T* x,      \
-                                                     SIZES) {                                                         \
-    max_pool_forward<T>(y, small_indices, large_indices, x, SIZE_VALUES);                                             \
-  }                                                                                                                   \
-  extern "C" __global__ void max_pool_backward_##name(T* dx, const T* dy, const uint8* small_indices,                 \
-                                                      const int* large_indices, SIZES) {                              \
-    max_pool_backward<T>(dx, dy, small_indices, large_indices, SIZE_VALUES);                                          \
-  }                                                                                                                   \
-  extern "C" __global__ void avg_pool_forward_##name(T* y, const T* x, SIZES) {                                       \
-    avg_pool_forward<T>(y, x, SIZE_VALUES);                                                                           \
-  }                                                                                                                   \
-  extern "C" __global__ void avg_pool_backward_##name(T* dx, const T* dy, SIZES) {                                    \
-    avg_pool_backward<T>(dx, dy, SIZE_VALUES);                                                                        \
-  }                                                                                                                   \
-  extern "C" __global__ void global_avg_pool_nchw_##name(T* y, const T* x, int64 n, int64 c, int64 space) {           \
-    global_avg_pool_nchw<T>(y, x, n, c, space);                                                                       \
-  }                                                                                                                   \
-  extern "C" __global__ void global_avg_pool_nhwc_##name(T* y, const T* x, int64 n, int64 c, int64 space) {           \
-    global_avg_pool_nhwc<T>(y, x, n, c, space);                                                                       \
-  }                                                                                                                   \
-  extern "C" __global__ void global_avg_pool_backward_##name(T* dx, const T* dy, int64 outer, int64 channels,         \
-                                                             int64 inner, int64 space) {                              \
-    global_avg_pool_backward<T>(dx, dy, outer, channels, inner, space);                                               \
+// --- instances ----------------------------------------------------------------------------------------------------------
+
+#define SIZES                                                                                                       \
+  int64 n, int64 c, int64 h, int64 w, int64 oh, int64 ow, int64 kernel_h, int64 kernel_w, int64 stride_h,           \
+      int64 stride_w, int64 padding_h, int64 padding_w, int nhwc
+#define SIZE_VALUES \
+  PoolSizes { n, c, h, w, oh, ow, kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w, nhwc }
+#define IMAGE int64 n, int64 c, int64 h, int64 w, int64 oh, int64 ow
+#define VECTORS(A) const A *weight, const A *bias, const A *mean, const A *inverse
+#define GRADIENT_VECTORS(A) const A *weight, const A *mean, const A *inverse, const A *means
+#define ENTRY extern "C" __global__ void
+#define FAST_ENTRY(T) ENTRY __launch_bounds__(POOL_THREADS, POOL_BLOCKS<T>)
+#define NORMALIZED(T) Normalized<T>{y, largest, weight, bias, mean, inverse}
+#define GRADIENT(T) NormalizedGradient<T>{x, weight, mean, inverse, means, c}
+
+// Any window.
+#define PART_1(name, T)                                                                                                \
+  ENTRY max_pool_forward_##name(T* y, uint8* small_indices, int* large_indices, const T* x, SIZES) {                  \
+    max_pool_forward<T>(Plain<T>{y, nullptr}, small_indices, large_indices, x, SIZE_VALUES);                           \
+  }                                                                                                                    \
+  ENTRY max_pool_backward_##name(T* dx, const T* dy, const uint8* small_indices, const int* large_indices, SIZES) {   \
+    max_pool_backward<T>(PlainGradient<T>{nullptr}, dx, dy, small_indices, large_indices, SIZE_VALUES);                \
+  }                                                                                                                    \
+  ENTRY avg_pool_forward_##name(T* y, const T* x, SIZES) { avg_pool_forward<T>(y, x, SIZE_VALUES); }                  \
+  ENTRY avg_pool_backward_##name(T* dx, const T* dy, SIZES) { avg_pool_backward<T>(dx, dy, SIZE_VALUES); }            \
+  ENTRY normalized_max_pool_forward_##name(T* y, T* largest, uint8* small_indices, int* large_indices, const T* x,    \
+                                            VECTORS(Accumulator<T>), SIZES) {                                          \
+    max_pool_forward<T>(NORMALIZED(T), small_indices, large_indices, x, SIZE_VALUES);                                  \
+  }                                                                                                                    \
+  ENTRY normalized_max_pool_backward_##name(T* dx, const T* dy, const uint8* small_indices, const int* large_indices, \
+                                             const T* x, GRADIENT_VECTORS(Accumulator<T>), SIZES) {                    \
+    max_pool_backward<T>(GRADIENT(T), dx, dy, small_indices, large_indices, SIZE_VALUES);                              \
   }
-FOR_FLOAT_TYPES(INSTANCES)
+
+// The windows of 3 x 3.
+#define PART_2(name, T) PLAIN_INSTANCES(name, T, nhwc) PLAIN_INSTANCES(name, T, nchw)
+#define PLAIN_INSTANCES(name, T, layout)                                                               \
+  FAST_ENTRY(T) max_pool_3x3_forward_##layout##_##name(T* y, uint8* indices, const T* x, IMAGE) {     \
+    max_pool_3x3_##layout<T>(Plain<T>{y, nullptr}, indices, x, n, c, h, w, oh, ow);                    \
+  }                                                                                                    \
+  FAST_ENTRY(T)                                                                                       \
+  max_pool_3x3_backward_##layout##_##name(T* dx, const T* dy, const uint8* indices, IMAGE) {           \
+    max_pool_3x3_backward_##layout<T>(PlainGradient<T>{nullptr}, dx, dy, indices, n, c, h, w, oh, ow); \
+  }
+
+// The windows of 3 x 3 with batch norm.
+#define PART_3(name, T)                                                                                                \
+  NORMALIZED_INSTANCES(name, T, nhwc)                                                                                  \
+  NORMALIZED_INSTANCES(name, T, nchw)
+#define NORMALIZED_INSTANCES(name, T, layout)                                                                    \
+  FAST_ENTRY(T)                                                                                                 \
+  normalized_max_pool_3x3_forward_##layout##_##name(T* y, T* largest, uint8* indices, const T* x,                \
+                                                    VECTORS(Accumulator<T>), IMAGE) {                            \
+    max_pool_3x3_##layout<T>(NORMALIZED(T), indices, x, n, c, h, w, oh, ow);                                     \
+  }                                                                                                              \
+  FAST_ENTRY(T)                                                                                                 \
+  normalized_max_pool_3x3_backward_##layout##_##name(T* dx, const T* dy, const uint8* indices, const T* x,       \
+                                                     GRADIENT_VECTORS(Accumulator<T>), IMAGE) {                  \
+    max_pool_3x3_backward_##layout<T>(GRADIENT(T), dx, dy, indices, n, c, h, w, oh, ow);                         \
+  }
+
+// The sums from the windows, by vectors and by single elements.
+#define PART_5(name, T)                                                                \
+  SUMS_INSTANCE(vector_nhwc_##name, T, true, LANES<T>, (sizeof(T) == 2 ? 4 : 2))       \
+  SUMS_INSTANCE(vector_nchw_##name, T, false, LANES<T>, (sizeof(T) == 2 ? 4 : 2))
+#define PART_6(name, T)                              \
+  SUMS_INSTANCE(scalar_nhwc_##name, T, true, 1, 4)   \
+  SUMS_INSTANCE(scalar_nchw_##name, T, false, 1, 4)
+#define SUMS_INSTANCE(name, T, NHWC, V, U)                                                                             \
+  ENTRY __launch_bounds__(NORM_THREADS, 2) window_sums_##name(                                                         \
+      T* dz, Accumulator<T>* partial, uint32* ticket, Accumulator<T>* dweight, Accumulator<T>* dbias,                  \
+      Accumulator<T>* means, int accumulate, const T* dy, const T* dy_2, T* largest, VECTORS(Accumulator<T>),          \
+      int64 count, int64 outer, int64 channels, int64 inner, int lanes) {                                              \
+    window_sums<T, V, NHWC, U>(dz, partial, ticket, {dweight, dbias, means, inverse, accumulate}, dy, dy_2,            \
+                               Normalized<T>{nullptr, largest, weight, bias, mean, inverse}, count, outer, channels,   \
+                               inner, lanes);                                                                          \
+  }
+
+// The mean over space.
+#define PART_4(name, T)                                                                              \
+  ENTRY global_avg_pool_nchw_##name(T* y, const T* x, int64 n, int64 c, int64 space) {              \
+    global_avg_pool_nchw<T>(y, x, n, c, space);                                                      \
+  }                                                                                                  \
+  ENTRY global_avg_pool_backward_nchw_##name(T* dx, const T* dy, int64 n, int64 c, int64 space) {   \
+    global_avg_pool_backward_nchw<T>(dx, dy, n* c, space);                                           \
+  }                                                                                                  \
+  GLOBAL_INSTANCES(nhwc, name, T, 1)                                                                 \
+  GLOBAL_INSTANCES(lanes, name, T, LANES<T>)
+#define GLOBAL_INSTANCES(kind, name, T, L)                                                             \
+  ENTRY global_avg_pool_##kind##_##name(T* y, const T* x, int64 n, int64 c, int64 space) {            \
+    global_avg_pool_nhwc<T, L>(y, x, c, space);                                                        \
+  }                                                                                                    \
+  ENTRY global_avg_pool_backward_##kind##_##name(T* dx, const T* dy, int64 n, int64 c, int64 space) { \
+    global_avg_pool_backward_nhwc<T, L>(dx, dy, c, space);                                             \
+  }
+
+#define TYPE_f32 float
+#define TYPE_f64 double
+#define TYPE_f16 __half
+#define TYPE_bf16 __nv_bfloat16
+#define JOINED(part, kind) PART_##part(kind, TYPE_##kind)
+#define EXPANDED(part, kind) JOINED(part, kind)
+
+#ifdef POOL_PART
+EXPANDED(POOL_PART, POOL_KIND)
+#else
+#define FOR_FAST_TYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
+FOR_FLOAT_TYPES(PART_1)
+FOR_FAST_TYPES(PART_2)
+FOR_FAST_TYPES(PART_3)
+FOR_FLOAT_TYPES(PART_4)
+FOR_FLOAT_TYPES(PART_5)
+FOR_FLOAT_TYPES(PART_6)
+#endif

@@ -198,6 +198,8 @@ class Plan:
             self._refused(error, arrays)
         if self._news:
             self._tell()
+        if devices.recordings:
+            devices.keep_captured(self._runner)
         return out
 
     def run(self, *operands: Any) -> None:
@@ -218,6 +220,8 @@ class Plan:
             self._refused(error, operands)
         if self._news:
             self._tell()
+        if devices.recordings:
+            devices.keep_captured(self._runner)
 
     def run_at(self, addresses: tuple[int, ...], operands: tuple[Any, ...]) -> None:
         """Does what `run` does, on CuPy arrays whose device addresses are known.
@@ -239,6 +243,8 @@ class Plan:
             self._refused(error, operands)
         if self._news:
             self._tell()
+        if devices.recordings:
+            devices.keep_captured(self._runner)
 
     def _refused(self, error: CudnnError | MemoryError, operands: tuple[Any, ...]) -> None:
         """Falls to the next candidate where the error permits it."""

@@ -1,11 +1,16 @@
-"""The launch shape of the two-stage reductions over everything but the channel.
+"""The launch shapes of the reductions over everything but the channel, and of batch norm's other passes.
 
 Stage one: blocks of the grid (channels, splits) reduce a part of a channel's elements each. Stage two: a warp a channel
 combines the parts in a fixed order. The numbers depend on the shape and layout alone, so two runs are equal bit for
 bit, also on different devices. The kernels are `reduce_rows` and `reduce_columns` of `kernels/common.cuh`.
+
+Batch norm's passes have a launch shape of their own, `tiles`: that of `kernels/batch_norm.cuh`.
 """
 
+import functools
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 from flcuda.ops.arrays import Layout
 
@@ -14,6 +19,14 @@ WARPS = 8
 # Enough blocks to fill any device of today; and the least that one thread should sum before a split is worth its cost.
 _BLOCKS = 1024
 _ITEMS_A_THREAD = 16
+
+TILE_THREADS = 384
+# Two blocks on each of an H200's processors: fewer parts to add up, and yet enough loads under way.
+_TILE_BLOCKS = 264
+_TILE_CHANNELS = 64
+_WARP = 32
+
+Width = Literal["vector", "scalar"]
 
 
 def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], tuple[int, int], str]:
@@ -40,3 +53,48 @@ def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], 
 def finish_grid(channels: int) -> tuple[int, int]:
     """The second stage's grid: a warp a channel in blocks of `WARPS` warps."""
     return -(-channels // WARPS), 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a pass of batch norm is launched.
+
+    Attributes:
+        order: "nchw" or "nhwc", of the kernel: nchw without space is nhwc.
+        lanes: threads side by side in a row of nhwc; 1 for nchw.
+        slots: channels of a tile.
+        grid: (tiles, splits).
+    """
+
+    order: Literal["nchw", "nhwc"]
+    lanes: int
+    slots: int
+    grid: tuple[int, int]
+
+
+@functools.cache
+def tiles(shape: tuple[int, ...], layout: Layout, elements: int, at_once: int) -> Tiles:
+    """Divides a dense array among blocks of `TILE_THREADS` threads.
+
+    Args:
+        shape: (N, C, *spatial).
+        layout: of the array.
+        elements: what a thread reads in one access; must divide a row of the order.
+        at_once: accesses that a thread has under way.
+
+    Returns:
+        The launch shape; no tiles when there are no channels.
+    """
+    n, channels, *spatial = shape
+    space = math.prod(spatial)
+    if layout == "nchw" and space > 1:
+        count, step, columns, lanes, slots = n * space // elements, TILE_THREADS, channels, 1, 1
+        order: Literal["nchw", "nhwc"] = "nchw"
+    else:
+        needed = -(-channels // elements)
+        lanes = 1 << max(0, needed - 1).bit_length()
+        lanes = min(lanes, _WARP, max(1, _TILE_CHANNELS // elements))
+        count, step, columns, slots = n * space, TILE_THREADS // lanes, -(-needed // lanes), lanes * elements
+        order = "nhwc"
+    chunks = -(-count // (step * at_once))
+    return Tiles(order, lanes, slots, (columns, max(1, min(chunks, _TILE_BLOCKS // max(1, columns)))))

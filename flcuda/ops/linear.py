@@ -1,7 +1,10 @@
 """Linear layers on arrays: y = x w^T + b and its gradients.
 
-On the CPU a matrix product; on CUDA a 1x1 convolution of 1x1 images, so that the finder chooses how (and cuBLAS is not
-needed, which inside a capture it must not be). 16-bit operands are summed in float32 on both.
+On the CPU a matrix product; on CUDA a 1x1 convolution, so that the finder chooses how (and cuBLAS is not needed, which
+inside a capture it must not be). 16-bit operands are summed in float32 on both.
+
+Note [rows as pixels]: a dense matrix is a batch of 1x1 images, which are nchw and nhwc at once and count as nchw; and
+it is one nhwc image with a pixel a row. Tensor cores want nhwc, so there it is given as that; for fma as a batch.
 """
 
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flcuda import device as devices
-from flcuda.finder.problem import dtype_word
+from flcuda.finder.problem import default_math, dtype_word
 from flcuda.ops.bias import bias_forward
 from flcuda.ops.convolution import convolution
 
@@ -41,7 +44,9 @@ def linear_forward(
     if bias is not None and bias.shape != w.shape[:1]:
         raise ValueError(f"bias: shape {bias.shape} where w of shape {w.shape} needs {w.shape[:1]}")
     if devices.is_cuda(x):
-        y = convolution(math=math).forward(_image(x), _image(w), out=None if out is None else _image(out))[:, :, 0, 0]
+        pixels = _as_pixels(math, x, out)
+        target = None if out is None else _rows(out, pixels)
+        y = _matrix(convolution(math=math).forward(_rows(x, pixels), _filters(w), out=target), pixels)
     else:
         y = _product(x, w.T, out, False)
     if bias is not None:
@@ -73,14 +78,15 @@ def linear_backward_data(
         raise ValueError(f"w: shape {w.shape} does not go with dy of shape {dy.shape}: {dy.shape[1]} rows are needed")
     if not devices.is_cuda(dy):
         return _product(dy, w, out, accumulate)
+    pixels = _as_pixels(math, dy, out)
     dx = convolution(math=math).backward_data(
-        _image(dy),
-        _image(w),
-        (dy.shape[0], w.shape[1], 1, 1),
-        out=None if out is None else _image(out),
+        _rows(dy, pixels),
+        _filters(w),
+        (1, w.shape[1], dy.shape[0], 1) if pixels else (dy.shape[0], w.shape[1], 1, 1),
+        out=None if out is None else _rows(out, pixels),
         accumulate=accumulate,
     )
-    return dx[:, :, 0, 0] if out is None else out
+    return _matrix(dx, pixels) if out is None else out
 
 
 def linear_backward_weight(
@@ -107,11 +113,12 @@ def linear_backward_weight(
         raise ValueError(f"dy: shape {dy.shape} does not go with x of shape {x.shape}: {x.shape[0]} rows are needed")
     if not devices.is_cuda(x):
         return _product(dy.T, x, out, accumulate)
+    pixels = _as_pixels(math, x, dy)
     dw = convolution(math=math).backward_filter(
-        _image(x),
-        _image(dy),
+        _rows(x, pixels),
+        _rows(dy, pixels),
         (dy.shape[1], x.shape[1], 1, 1),
-        out=None if out is None else _image(out),
+        out=None if out is None else _filters(out),
         accumulate=accumulate,
     )
     return dw[:, :, 0, 0] if out is None else out
@@ -143,9 +150,27 @@ def _check(
         raise TypeError(f"out: dtype {out.dtype} where {first} is {word}")
 
 
-def _image(a: Array) -> Array:
-    """Views a matrix as images, or filters, of one pixel: (rows, columns, 1, 1)."""
+def _as_pixels(math: str | None, *matrices: Array | None) -> bool:
+    """Says whether the rows of matrices are pixels and not images; see Note [rows as pixels]."""
+    given = [a for a in matrices if a is not None]
+    math = default_math(dtype_word(given[0].dtype, "x")) if math is None else math
+    # One row or column has no layout of its own.
+    return math == "tensor_op" and all(a.flags.c_contiguous and min(a.shape) > 1 for a in given)
+
+
+def _filters(a: Array) -> Array:
+    """Views a matrix as filters of one element: (rows, columns, 1, 1)."""
     return a[:, :, None, None]
+
+
+def _rows(a: Array, pixels: bool) -> Array:
+    """Views a matrix as one image with a pixel a row, (1, columns, rows, 1), or as an image of one pixel a row."""
+    return a.T[None, :, :, None] if pixels else a[:, :, None, None]
+
+
+def _matrix(image: Array, pixels: bool) -> Array:
+    """The matrix whose view by `_rows` an image is."""
+    return image[0, :, :, 0].T if pixels else image[:, :, 0, 0]
 
 
 def _product(a: Array, b: Array, out: Array | None, accumulate: bool) -> Array:

@@ -8,7 +8,17 @@ import numpy as np
 from flcuda import reference
 from flcuda.device import cupy
 from flcuda.kernel_loader import launch, launch_blocks
-from flcuda.ops.arrays import accumulator, dense, new, on_cuda, require_dtype, require_shape, strided_copy, suffix
+from flcuda.ops.arrays import (
+    accumulator,
+    dense,
+    new,
+    on_cuda,
+    require_dense,
+    require_dtype,
+    require_shape,
+    strided_copy,
+    suffix,
+)
 
 Array = Any
 
@@ -37,7 +47,12 @@ class CrossEntropySaved:
 
 
 def cross_entropy_forward(
-    logits: Array, target: Array, label_smoothing: float = 0.0, ignore_index: int = -100
+    logits: Array,
+    target: Array,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    *,
+    correct: Array | None = None,
 ) -> tuple[Array, CrossEntropySaved]:
     """The mean of -log softmax(logits)[target] over the rows whose target is not `ignore_index`.
 
@@ -52,6 +67,8 @@ def cross_entropy_forward(
         target: int64 or int32, (N,); borrowed, and kept for the backward pass.
         label_smoothing: from 0 to 1.
         ignore_index: the target of rows that do not count.
+        correct: int64, (2,): to be added to in the same launch are the numbers of rows that count and whose target is
+            the largest logit, and is among the five largest; of equal logits the first is larger, NaN is the largest.
 
     Returns:
         The loss, 0-d, float32 (float64 for float64 logits), on the device; and what `cross_entropy_backward` needs.
@@ -64,41 +81,43 @@ def cross_entropy_forward(
     _check(logits, target)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if not on_cuda(logits=logits, target=target):
+    if correct is not None:
+        require_dtype("correct", correct, np.int64)
+        require_shape("correct", correct, (2,))
+        require_dense("correct", correct)
+    if not on_cuda(logits=logits, target=target, correct=correct):
         _check_labels(target, logits.shape[1], ignore_index)
+        if correct is not None:
+            correct += reference.correct_counts(logits, target, ignore_index)
         loss, probabilities, count = reference.cross_entropy_forward(logits, target, label_smoothing, ignore_index)
         return loss, CrossEntropySaved(probabilities, target, count, label_smoothing, ignore_index, logits.dtype)
     rows, classes = logits.shape
     dtype = accumulator(logits)
     target = _labels(target)
+    loss = new((), dtype)
+    count = new((1,), np.int64)
     losses = new((rows,), dtype)
+    ranks = new((rows,), np.int64)
     probabilities = new(logits.shape, dtype)
     launch_blocks(
         "loss",
-        f"cross_entropy_rows_{kind}",
-        (rows, 1),
-        (THREADS, 1),
+        f"cross_entropy_forward_{kind}",
+        (max(1, rows), 1),
+        (min(THREADS, 32 * -(-classes // 32)), 1),
+        loss,
+        count,
+        correct,
         losses,
+        ranks,
         probabilities,
+        cupy().zeros(1, np.uint32),
         dense(logits, "nchw"),
         target,
+        np.int64(rows),
         np.int64(classes),
         np.float64(label_smoothing),
         np.int64(ignore_index),
-    )
-    loss = new((), dtype)
-    count = new((1,), np.int64)
-    launch_blocks(
-        "loss",
-        f"cross_entropy_mean_{'f64' if dtype == np.float64 else 'f32'}",
-        (1, 1),
-        (THREADS, 1),
-        loss,
-        count,
-        losses,
-        target,
-        np.int64(rows),
-        np.int64(ignore_index),
+        defines=_defines(kind),
     )
     return loss, CrossEntropySaved(probabilities, target, count, label_smoothing, ignore_index, logits.dtype)
 
@@ -131,9 +150,10 @@ def cross_entropy_backward(dloss: Array, saved: CrossEntropySaved) -> Array:
             saved.dtype,
         )
     dlogits = new(saved.probabilities.shape, saved.dtype)
+    kind = suffix("logits", dlogits)
     launch(
         "loss",
-        f"cross_entropy_backward_{suffix('logits', dlogits)}",
+        f"cross_entropy_backward_{kind}",
         dlogits.size,
         dlogits,
         dloss,
@@ -144,6 +164,7 @@ def cross_entropy_backward(dloss: Array, saved: CrossEntropySaved) -> Array:
         np.int64(dlogits.shape[1]),
         np.float64(saved.label_smoothing),
         np.int64(saved.ignore_index),
+        defines=_defines(kind),
     )
     return dlogits
 
@@ -178,8 +199,14 @@ def top1_count(logits: Array, target: Array) -> Array:
         _labels(target),
         np.int64(rows),
         np.int64(classes),
+        defines=_defines(kind),
     )
     return count
+
+
+def _defines(kind: str) -> tuple[str, ...]:
+    """What has the file compiled for one dtype."""
+    return (f"LOSS_KIND={kind}",)
 
 
 def _check(logits: Array, target: Array) -> None:

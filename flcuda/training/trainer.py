@@ -1,7 +1,9 @@
 """Trains and evaluates a classifier; the host reads the device at display intervals only."""
 
+import functools
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,11 @@ from flcuda import functional, nn
 from flcuda.amp import DynamicScaler
 from flcuda.autograd import Tensor, no_grad
 from flcuda.data import Dataset, batch_indices, fetch
-from flcuda.errors import FlcudaError
+from flcuda.errors import CaptureError, FlcudaError
+from flcuda.finder.plan import callers_level
 from flcuda.optim import Optimizer
 from flcuda.training.meters import Meter
+from flcuda.training.step_graph import CapturedStep
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Trainer:
 
     The order of an epoch's images is a permutation of (seed, epoch). Training batches all have one size: what is left
     over at the end of an epoch waits for another order. The test takes every image, the last partial batch included.
+    On CUDA the training step is captured in a CUDA graph (``flcuda.capture``), so the model's Python code runs in the
+    first steps only; a model that cannot be captured is trained without, after a warning.
 
     Args:
         model: takes images (N, C, H, W) and returns logits (N, classes).
@@ -93,6 +99,7 @@ class Trainer:
         label_smoothing: of the training loss, 0 to 1.
         seed: of the order.
         report_interval: seconds between two looks at the device.
+        capture: False: the training step is never captured, and the model's Python code runs in each.
 
     Attributes:
         history: the finished epochs.
@@ -116,6 +123,7 @@ class Trainer:
         label_smoothing: float = 0.0,
         seed: int = 0,
         report_interval: float = 0.5,
+        capture: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -136,6 +144,10 @@ class Trainer:
         self.label_smoothing = label_smoothing
         self.seed = seed
         self.report_interval = report_interval
+        self.capture = capture
+        self._classes: int | None = None
+        self._check: Callable[[int], None] | None = None
+        self._captured: CapturedStep[[Tensor, Any], tuple[Tensor, Any]] | None = None
         self.history: list[EpochResult] = []
         self.step = 0
         self.last_report: Report | None = None
@@ -171,18 +183,23 @@ class Trainer:
         """
         if epochs < 0:
             raise ValueError(f"epochs must not be negative, not {epochs}")
-        with self.device.use():
-            while len(self.history) < epochs:
-                try:
-                    result = self._epoch(len(self.history), epochs, on_report)
-                except BaseException:
-                    # An unfinished step leaves nothing behind.
-                    self.optimizer.zero_grad()
-                    self.model.discard_statistics()
-                    raise
-                self.history.append(result)
-                if on_epoch is not None:
-                    on_epoch(result)
+        self._classes = None
+        self._captured = CapturedStep(self._step) if self.capture and self.device.kind == "cuda" else None
+        try:
+            with self.device.use():
+                while len(self.history) < epochs:
+                    try:
+                        result = self._epoch(len(self.history), epochs, on_report)
+                    except BaseException:
+                        # An unfinished step leaves nothing behind.
+                        self.optimizer.zero_grad()
+                        self.model.discard_statistics()
+                        raise
+                    self.history.append(result)
+                    if on_epoch is not None:
+                        on_epoch(result)
+        finally:
+            self._release()
         return self.history
 
     def evaluate(self, dataset: Dataset, *, on_report: Callable[[Report], None] | None = None) -> tuple[float, float]:
@@ -204,11 +221,14 @@ class Trainer:
                 # By the place in the training: an interrupted epoch is repeated whole, at its own rates.
                 rate = self.schedule(epoch * self.steps_per_epoch + place)
                 self.optimizer.lr = rate
-            logits, target = self._forward(self.train, part, epoch)
-            loss = functional.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
-            self._update(loss)
+            images, labels = self._load(self.train, part, epoch)
+            # A replay runs no Python: it takes no labels that were not looked at.
+            self._check = functools.partial(_check_labels, labels, part)
+            if self._classes is not None:
+                self._check(self._classes)
+            loss, correct = self._train(Tensor(self._upload(images)), self._upload(labels))
             self.step += 1
-            reporter.add(loss, logits, target)
+            reporter.add(loss, correct, len(labels))
         reporter.report()
         if self.scaler is not None:
             # The host has just waited, and an error that is on its way should not come in the next epoch.
@@ -234,30 +254,53 @@ class Trainer:
         try:
             with no_grad():
                 for part in batch_indices(len(dataset), self.batch_size):
-                    logits, target = self._forward(dataset, part, 0)
-                    reporter.add(functional.cross_entropy(logits, target), logits, target)
+                    images, labels = self._load(dataset, part, 0)
+                    logits = self.model(Tensor(self._upload(images)))
+                    _check_labels(labels, part, logits.shape[1])
+                    target = self._upload(labels)
+                    loss = functional.cross_entropy(logits, target)
+                    reporter.add(loss, functional.correct_count(logits, target), len(labels))
         finally:
             self.model.train(was_training)
         reporter.report()
         return reporter.meter.loss, reporter.meter.accuracy
 
-    def _forward(self, dataset: Dataset, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Any]:
-        """Returns the logits of these samples and their labels, int64 (N,), on the device."""
+    def _load(self, dataset: Dataset, indices: NDArray[np.int64], epoch: int) -> tuple[Any, NDArray[np.int64]]:
+        """Returns the images of these samples and their labels, int64 (N,), in host memory."""
         fields = fetch(dataset, indices, epoch)
         if len(fields) != 2:
             raise ValueError(f"a sample must be (image, label), not {len(fields)} fields")
         images, labels = fields
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise ValueError(f"labels must be one integer a sample, not {labels.dtype} {labels.shape[1:]}")
+        return images, labels.astype(np.int64, copy=False)
+
+    def _train(self, images: Tensor, target: Any) -> tuple[Tensor, Any]:
+        """Does a step, captured where it can be; returns the loss and the number of right answers."""
+        if self._captured is not None:
+            try:
+                return self._captured(images, target)
+            except CaptureError as error:
+                self._release()
+                warnings.warn(f"training without a CUDA graph: {error}", UserWarning, stacklevel=callers_level())
+        return self._step(images, target)
+
+    def _release(self) -> None:
+        """Gives back what the captured step has."""
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.close()
+
+    def _step(self, images: Tensor, target: Any) -> tuple[Tensor, Any]:
         # The model's first layer copies its input to its own dtype and layout.
-        logits = self.model(Tensor(self._upload(images)))
-        # On the host, where the labels still are: the device would only answer with a NaN.
-        classes = logits.shape[1]
-        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-        if len(wrong):
-            place = wrong[0]
-            raise ValueError(f"label {labels[place]} of sample {indices[place]} is no class: the model has {classes}")
-        return logits, self._upload(labels.astype(np.int64, copy=False))
+        logits = self.model(images)
+        self._classes = logits.shape[1]
+        assert self._check is not None
+        self._check(self._classes)
+        loss = functional.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
+        correct = functional.correct_count(logits, target)
+        self._update(loss)
+        return loss, correct
 
     def _upload(self, array: NDArray[Any]) -> Any:
         return array if self.device.kind == "cpu" else devices.cupy().asarray(array)
@@ -269,6 +312,14 @@ class Trainer:
             return
         loss.backward()
         self.optimizer.step()
+
+
+def _check_labels(labels: NDArray[np.int64], indices: NDArray[np.int64], classes: int) -> None:
+    """Looks on the host, where the labels still are: the device would only answer with a NaN."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        place = wrong[0]
+        raise ValueError(f"label {labels[place]} of sample {indices[place]} is no class: the model has {classes}")
 
 
 class _Reporter:
@@ -292,8 +343,8 @@ class _Reporter:
         self._on_report = on_report
         self._time = time.perf_counter()
 
-    def add(self, loss: Tensor, logits: Tensor, target: Any) -> None:
-        self.meter.add(loss.data, functional.correct_count(logits, target), len(target))
+    def add(self, loss: Tensor, correct: Any, images: int) -> None:
+        self.meter.add(loss.data, correct, images)
         if time.perf_counter() - self._time >= self._trainer.report_interval:
             self.report()
 

@@ -1,9 +1,13 @@
 """The linear op on the CPU."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from flcuda.device import memory_layout
+from flcuda.ops import linear
 from flcuda.ops.linear import linear_backward_data, linear_backward_weight, linear_forward
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -92,3 +96,49 @@ def test_overflow_is_infinite_without_a_warning(dtype):
         linear_backward_weight(large, large, out=out, accumulate=True),
     ):
         assert np.isinf(result).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 1), (1, 6, 4), (33, 24, 10), (3, 1, 5)])
+def test_the_convolution_that_a_gpu_would_run(shape, dtype, rng, monkeypatch):
+    """Rows as images, and for tensor cores as pixels of an nhwc image."""
+    n, c, k = shape
+    x, w, dy = (rng.standard_normal(s).astype(dtype) for s in ((n, c), (k, c), (n, k)))
+    wx, ww, wdy = wide(x, w, dy)
+    fake = SimpleNamespace(is_cuda=lambda _: True, require_same_device=lambda **_: None)
+    monkeypatch.setattr(linear, "devices", fake)
+    seen = []
+    convolution = linear.convolution
+
+    def watched(math=None):
+        class Watched:
+            def __getattr__(self, name):
+                def call(first, second, *arguments, **options):
+                    seen.append(memory_layout(first))
+                    return getattr(convolution(), name)(first, second, *arguments, **options)
+
+                return call
+
+        return Watched()
+
+    monkeypatch.setattr(linear, "convolution", watched)
+    for math in (None, "tensor_op"):
+        seen.clear()
+        for function, operands, wanted in (
+            (linear_forward, (x, w), wx @ ww.T),
+            (linear_backward_data, (dy, w), wdy @ ww),
+            (linear_backward_weight, (x, dy), wdy.T @ wx),
+        ):
+            result = function(*operands, math=math)
+            assert result.shape == wanted.shape
+            assert result.flags.c_contiguous
+            close(result, wanted)
+            out = np.full(wanted.shape, np.nan, dtype)
+            assert function(*operands, out=out, math=math) is out
+            close(out, wanted)
+            # A part of a larger matrix is no dense image.
+            out = np.full((wanted.shape[0], 2 * wanted.shape[1]), np.nan, dtype)[:, ::2]
+            assert function(*operands, out=out, math=math) is out
+            close(out, wanted)
+        tensor_cores = math == "tensor_op" or dtype == np.float16
+        assert ("nhwc" in seen) == (tensor_cores and n > 1)

@@ -56,11 +56,14 @@ def compare_training(ours, theirs, x, target, *, lr, momentum, nesterov, weight_
         assert error(ours(x).data, theirs(torch.from_numpy(x))) < TOLERANCE
 
 
+@pytest.mark.parametrize("block", ["BasicBlock", "BottleneckBlock"])
 @pytest.mark.parametrize(("stem", "size"), [("small", (11, 8)), ("imagenet", (40, 33))])
-def test_a_small_resnet(rng, stem, size):
+def test_a_small_resnet(rng, stem, size, block):
     with finder.policy(mode="heuristic"):
-        ours = models.ResNet((1, 1, 1, 1), 10, 3, stem, precision="float64", device="cpu", seed=3)
-        theirs = torch_resnet.load(torch_resnet.ResNet((1, 1, 1, 1), 10, 3, stem).double(), ours.state_dict())
+        options = {"block": getattr(models, block), "precision": "float64", "device": "cpu", "seed": 3}
+        ours = models.ResNet((1, 1, 1, 1), 10, 3, stem, **options)
+        theirs = torch_resnet.ResNet((1, 1, 1, 1), 10, 3, stem, getattr(torch_resnet, block)).double()
+        torch_resnet.load(theirs, ours.state_dict())
         target = rng.integers(0, 10, 4)
         target[1] = 255
         options = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3, "smoothing": 0.1, "ignore": 255}

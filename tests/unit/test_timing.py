@@ -324,3 +324,81 @@ class TestClocks:
         pytest.importorskip("pynvml")
         monkeypatch.setattr(devices.cupy().cuda.runtime, "deviceGetPCIBusId", lambda index: "ffff:ff:ff.f")
         assert timing.clocks(GPU) is None
+
+
+class TestTimeline:
+    def test_each_part_has_its_time_and_parts_without_a_label_are_left_out(self):
+        timeline = timing.Timeline(CPU)
+        timeline.mark("a")
+        time.sleep(0.01)
+        timeline.mark(None)
+        time.sleep(0.03)
+        timeline.mark("b")
+        time.sleep(0.02)
+        timeline.mark("a")
+        spans = timeline.close()
+        assert [label for label, _ in spans] == ["a", "b", "a"]
+        assert 10 <= spans[0][1] < 30
+        assert 20 <= spans[1][1] < 50
+        assert spans[2][1] < 10
+        assert timeline.queued
+
+    def test_times_are_the_devices_and_not_the_hosts(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        timeline = timing.Timeline(GPU)
+        for part in range(3):
+            timeline.mark(part, may_hold=True)
+            time.sleep(0.03)
+            cupy.kernel(2.0)
+        spans = timeline.close()
+        assert [label for label, _ in spans] == [0, 1, 2]
+        assert all(2 <= ms < 20 for _, ms in spans)
+        assert timeline.queued
+
+    def test_parts_are_queued_some_at_a_time(self, monkeypatch):
+        """The device works on one chunk while the host queues the next, and no part has the time between them."""
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "_CHUNK", 4)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 0.25)
+        timeline = timing.Timeline(GPU)
+        # Longer altogether than a hold may last.
+        for part in range(24):
+            timeline.mark(part, may_hold=True)
+            time.sleep(0.02)
+            cupy.kernel(1.0)
+        spans = timeline.close()
+        assert timeline.queued
+        assert [label for label, _ in spans] == list(range(24))
+        assert sorted(ms for _, ms in spans)[-3] < 15
+
+    def test_only_where_it_may_the_stream_is_held(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "_CHUNK", 2)
+        timeline = timing.Timeline(GPU)
+        for part in range(9):
+            timeline.mark(part)
+            cupy.kernel(0.1)
+        assert len(timeline._holds) == 1
+        timeline.mark("last", may_hold=True)
+        assert len(timeline._holds) == 2
+        assert len(timeline.close()) == 10
+
+    def test_a_slow_host_is_told(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        monkeypatch.setattr(timing, "HOLD_LIMIT_S", 0.01)
+        timeline = timing.Timeline(GPU)
+        timeline.mark("part")
+        time.sleep(0.05)
+        cupy.kernel(1.0)
+        timeline.close()
+        assert not timeline.queued
+
+    def test_given_up_it_lets_the_stream_go_on(self, monkeypatch):
+        cupy = fake_cupy(monkeypatch)
+        timeline = timing.Timeline(GPU)
+        timeline.mark("part")
+        cupy.kernel(1.0)
+        timeline.release()
+        start = time.perf_counter()
+        cupy.cuda.get_current_stream().synchronize()
+        assert time.perf_counter() - start < 0.1
