@@ -6,15 +6,21 @@ sample) alone, so a sample is changed in the same way whatever the batch size, t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flcuda import rng
+from flcuda.device import is_cuda
+from flcuda.ops import augment as ops
 
 # Marks the counters of this module: the same seed also draws initial values and dropout masks.
 _COUNTER_TAG = 0xDA7A0000
+# Streams of one transform: a composed one takes the numbers between.
+_STREAMS_APART = 16
+# Of a random part of an image, as in torchvision.
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,206 @@ class Normalize:
         return result
 
 
+@dataclass(frozen=True)
+class Augment:
+    """Images of different sizes to a batch of one size: crop, resample, flip, jitter, normalize, cast.
+
+    All at once, on the device of the images, and the same numbers (but for rounding) on both; `flcuda.ops.augment` says
+    how. What is random is drawn on the host from (seed, epoch, number of the sample) alone.
+
+    Args:
+        size: height and width of the result, or the side of a square.
+        crop: "random-resized": a part of a share `scale` of the image's area and an aspect ratio `ratio`, as
+            torchvision's RandomResizedCrop. "resize-then-crop": the shorter side becomes `sides` pixels, one of them at
+            random, and a window of `size` is cut out at a random place. "centre": the same with one side and the window
+            in the middle.
+        scale: least and largest share of the area, above 0 and at most 1; of "random-resized".
+        ratio: least and largest width by height, above 0; the logarithm is drawn evenly. Of "random-resized".
+        sides: pixels of the shorter side, a number or the least and the largest; at least the larger of `size`. None is
+            8/7 of that, and for "resize-then-crop" up to 15/7: 256 to 480 for 224.
+        flip: probability of being mirrored left to right.
+        brightness: the factor is drawn from 1 - brightness (at least 0) to 1 + brightness; 0 for none.
+        contrast: likewise. It costs a second launch: the mean of each image must be known first.
+        saturation: likewise; nothing to grey images.
+        hue: the shift is drawn from -hue to hue turns, at most 0.5; nothing to grey images.
+        mean: one number a channel of the images, in units of the full scale (1.0 is 255); None for 0.
+        std: likewise; None for 1.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+        layout: of the result in memory, "nchw" or "nhwc"; its shape is (N, channels, H, W) in both.
+        channels: of the result; those that the images do not have are zeros. None for those of the images.
+
+    Raises:
+        ValueError: an argument is out of range; names it.
+    """
+
+    size: int | tuple[int, int]
+    crop: Literal["random-resized", "resize-then-crop", "centre"] = "random-resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    sides: int | tuple[int, int] | None = None
+    flip: float = 0.5
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    dtype: str = "float32"
+    layout: Literal["nchw", "nhwc"] = "nchw"
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 2 or min(self.shape) < 1:
+            raise ValueError(f"size must be positive, one number or two, not {self.size}")
+        if self.crop not in ("random-resized", "resize-then-crop", "centre"):
+            raise ValueError(f"crop must be 'random-resized', 'resize-then-crop' or 'centre', not {self.crop!r}")
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ValueError(f"scale must rise from above 0 to at most 1, not {self.scale}")
+        if not 0 < self.ratio[0] <= self.ratio[1] < np.inf:
+            raise ValueError(f"ratio must rise from above 0, not {self.ratio}")
+        if self.crop == "random-resized":
+            if self.sides is not None:
+                raise ValueError(f"sides must be None for crop 'random-resized', not {self.sides}")
+        else:
+            low, high = self.shorter_sides
+            if not max(self.shape) <= low <= high:
+                raise ValueError(
+                    f"sides must rise from at least {max(self.shape)}, the larger of size, not {self.sides}"
+                )
+            if self.crop == "centre" and low != high:
+                raise ValueError(f"sides must be one number for crop 'centre', not {self.sides}")
+        for name, most in (("flip", 1), ("brightness", np.inf), ("contrast", np.inf), ("saturation", np.inf)):
+            if not 0 <= getattr(self, name) <= most or getattr(self, name) == np.inf:
+                raise ValueError(f"{name} must be from 0{' to 1' if most == 1 else ' on'}, not {getattr(self, name)}")
+        if not 0 <= self.hue <= 0.5:
+            raise ValueError(f"hue must be from 0 to 0.5, not {self.hue}")
+        if self.std is not None and not all(0 < value < np.inf for value in self.std):
+            raise ValueError(f"std must be positive, not {self.std}")
+        if self.mean is not None and not np.isfinite(self.mean).all():
+            raise ValueError(f"mean must be finite, not {self.mean}")
+        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
+            raise ValueError(f"mean and std must have one number a channel each, not {self.mean} and {self.std}")
+        if self.dtype not in ops.DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(ops.DTYPES)}, not {self.dtype!r}")
+        if self.layout not in ("nchw", "nhwc"):
+            raise ValueError(f"layout must be 'nchw' or 'nhwc', not {self.layout!r}")
+        if self.channels is not None and self.channels < 1:
+            raise ValueError(f"channels must be at least 1, not {self.channels}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def shorter_sides(self) -> tuple[int, int]:
+        """The least and the largest shorter side that an image is resized to, where it is."""
+        if self.sides is None:
+            least = round(max(self.shape) * 8 / 7)
+            return least, round(max(self.shape) * 15 / 7) if self.crop == "resize-then-crop" else least
+        return (self.sides, self.sides) if isinstance(self.sides, int) else self.sides
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        """Draws what is random and makes the batch.
+
+        Args:
+            batch: an `ImageBatch`, or uint8 (N, H, W, c); c is 1, 3 or 4. NumPy or CuPy; borrowed. CuPy sizes are read
+                first, which waits for the current stream: take `parameters` of the batch on the host, then `apply`, to
+                be spared that.
+            draws: of the N samples.
+
+        Returns:
+            (N, channels, H, W) of the dtype and the layout, on the images' device; owned by the caller.
+
+        Raises:
+            TypeError, ValueError: as `flcuda.ops.augment.augment`; or `draws` is of another number of samples.
+        """
+        return self.apply(batch, self.parameters(batch, draws))
+
+    def apply(self, batch: Any, parameters: Any, *, out: Any = None) -> Any:
+        """Makes the batch by a table of parameters; waits for nothing.
+
+        Args:
+            batch: as when called.
+            parameters: as from `parameters`, or on the device.
+            out: where to write the result; None for a new array.
+
+        Returns:
+            As when called; `out` when given.
+        """
+        return ops.augment(batch, parameters, self, out=out)
+
+    def parameters(self, batch: Any, draws: Draws) -> NDArray[np.float32]:
+        """Draws what is random.
+
+        Args:
+            batch: as when called, or the sizes of its images alone: (N, 2), height and width.
+            draws: of the N samples. Numbers are taken of twelve of their streams, 16 apart from one another.
+
+        Returns:
+            float32 (N, 9), NumPy; the columns are `flcuda.ops.augment.PARAMETERS`.
+
+        Raises:
+            ValueError: sizes that are not positive, another shape, or `draws` is of another number of samples.
+        """
+        sizes = _sizes(batch)
+        if (sizes < 1).any():
+            raise ValueError(f"batch must have images with pixels, not of the sizes {sizes.tolist()}")
+        if len(draws.indices) != len(sizes):
+            raise ValueError(f"draws are of {len(draws.indices)} samples, and there are {len(sizes)} images")
+        result = np.empty((len(sizes), len(ops.PARAMETERS)), np.float32)
+        places = draws.uniform()
+        if self.crop == "random-resized":
+            result[:, :4] = self._part(sizes, draws)
+        else:
+            result[:, :4] = self._window(sizes, places)
+        result[:, 4] = places[:, 3] < self.flip
+        colours = draws.with_stream(draws.stream + _STREAMS_APART).uniform()
+        for column, reach in enumerate((self.brightness, self.contrast, self.saturation)):
+            low = max(0.0, 1.0 - reach)
+            result[:, 5 + column] = low + colours[:, column] * (1.0 + reach - low)
+        result[:, 8] = (2.0 * colours[:, 3] - 1.0) * self.hue
+        return result
+
+    def _window(self, sizes: NDArray[np.int32], places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Top, left, height and width, in pixels of the image, of a window of the resized image."""
+        low, high = self.shorter_sides
+        sides = low + np.floor(places[:, :1] * (high - low + 1))
+        resized = np.maximum(sides, np.rint(sizes * (sides / sizes.min(axis=1, keepdims=True))))
+        room = resized - self.shape
+        # The first number is the side, then across, then down.
+        start = np.floor(room / 2 if self.crop == "centre" else places[:, [2, 1]] * (room + 1))
+        window = np.concatenate([start, np.broadcast_to(self.shape, start.shape)], axis=1)
+        return np.asarray(window * np.tile(sizes / resized, 2))
+
+    def _part(self, sizes: NDArray[np.int32], draws: Draws) -> NDArray[np.float64]:
+        """Top, left, height and width of a random part: the first of ten that fits, else the most of the middle."""
+        heights, widths = sizes.astype(np.float64).T
+        logarithms = np.log(self.ratio)
+        least, largest = self.ratio
+        # The middle: whole in one direction, and in the other as far as the ratios allow.
+        narrow, broad = widths / heights < least, widths / heights > largest
+        height = np.where(narrow, np.clip(np.rint(widths / least), 1, heights), heights)
+        width = np.where(broad, np.clip(np.rint(heights * largest), 1, widths), widths)
+        top, left = np.floor((heights - height) / 2), np.floor((widths - width) / 2)
+        result = np.stack([top, left, height, width], axis=1)
+        missing = np.arange(len(sizes))
+        for attempt in range(_ATTEMPTS):
+            if not len(missing):
+                break
+            stream = draws.stream + (2 + attempt) * _STREAMS_APART
+            numbers = replace(draws, indices=draws.indices[missing], stream=stream).uniform()
+            area = heights[missing] * widths[missing] * (self.scale[0] + numbers[:, 0] * np.ptp(self.scale))
+            ratio = np.exp(logarithms[0] + numbers[:, 1] * (logarithms[1] - logarithms[0]))
+            part = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=1)))
+            room = sizes[missing] - part
+            fits = (part >= 1).all(axis=1) & (room >= 0).all(axis=1)
+            start = np.floor(numbers[:, 2:] * (room + 1))
+            result[missing[fits]] = np.concatenate([start, part], axis=1)[fits]
+            missing = missing[~fits]
+        return result
+
+
 class Compose:
     """Applies transforms in order, each with a stream of random numbers of its own."""
 
@@ -136,6 +342,18 @@ class Compose:
         for place, transform in enumerate(self.transforms):
             batch = transform(batch, draws.with_stream(draws.stream + place))
         return batch
+
+
+def _sizes(batch: Any) -> NDArray[np.int32]:
+    """Heights and widths of the images of a batch, on the host."""
+    sizes: Any = getattr(batch, "sizes", batch)
+    shape = getattr(sizes, "shape", None)
+    if shape is None or not (len(shape) == 4 or (len(shape) == 2 and shape[1] == 2)):
+        kind = type(batch).__name__ if shape is None else shape
+        raise ValueError(f"batch must be an ImageBatch, (N, H, W, channels), or sizes (N, 2), not {kind}")
+    if len(shape) == 4:
+        return np.tile(np.array(shape[1:3], np.int32), (shape[0], 1))
+    return np.asarray(sizes.get() if is_cuda(sizes) else sizes)
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,8 +1,5 @@
-"""Decoding as a person expects, and folders of images."""
+"""Batches of images of different sizes, and folders of images."""
 
-import io
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,113 +7,61 @@ import pytest
 from PIL import Image
 
 from flcuda import data
-from flcuda.data import images as images_module
+from flcuda.data import DecodeError, Decoder, ImageBatch
+from flcuda.data import folder as folder_module
 
 
-def smooth(height: int, width: int, channels: int = 3) -> np.ndarray:
-    """A gradient that JPEG keeps well."""
-    rows = np.linspace(20, 230, height)[:, None, None]
-    columns = np.linspace(0, 25, width)[None, :, None]
-    return np.clip(rows + columns * np.arange(1, channels + 1) / channels, 0, 255).astype(np.uint8)
+class TestImageBatch:
+    def test_holds_images_of_any_size(self, rng: np.random.Generator) -> None:
+        shapes = [(1, 1, 3), (5, 7, 3), (16, 1, 3), (33, 2, 3), (4, 4, 3)]
+        images = [rng.integers(0, 256, shape, np.uint8) for shape in shapes]
+        # Rows of a larger image: not contiguous.
+        images[1] = np.repeat(images[1], 2, axis=1)[:, ::2]
+        batch = ImageBatch.of(images)
+        assert len(batch) == 5
+        assert (batch.pixels.dtype, batch.offsets.dtype, batch.sizes.dtype) == (np.uint8, np.int64, np.int32)
+        assert not (batch.offsets % 16).any()
+        assert len(batch.pixels) % 16 == 0
+        for index, image in enumerate(images):
+            np.testing.assert_array_equal(batch.image(index), image)
+            np.testing.assert_array_equal(batch.image(index - 5), image)
+            np.testing.assert_array_equal(batch.images()[index], image)
+            assert np.shares_memory(batch.image(index), batch.pixels)
+        # What is between images is zero.
+        assert int(batch.pixels.sum(dtype=np.int64)) == sum(int(image.sum(dtype=np.int64)) for image in images)
+        assert batch.nbytes == len(batch.pixels) + 5 * 8 + 5 * 8
+        with pytest.raises(IndexError, match="image 5 is out of range for 5 images"):
+            batch.image(5)
 
+    @pytest.mark.parametrize(
+        ("images", "error", "message"),
+        [
+            ([], ValueError, "images must be at least one"),
+            ([np.zeros((2, 2), np.uint8)], ValueError, r"images\[0\] must be \(height, width, channels\)"),
+            ([np.zeros((2, 0, 3), np.uint8)], ValueError, r"images\[0\] must be .* not empty"),
+            ([np.zeros((2, 2, 3), np.int8)], TypeError, r"images\[0\] must be uint8, not int8"),
+            ([np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2, 1), np.uint8)], ValueError, r"images\[1\] has 1 channels"),
+            ([[1]], TypeError, "expected NumPy or CuPy arrays, got list"),
+        ],
+    )
+    def test_bad_images(self, images: list, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            ImageBatch.of(images)
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def png16(values: np.ndarray) -> bytes:
-    """A 16-bit grey PNG, chunk by chunk."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    height, width = values.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-class TestDecode:
-    def test_rgb_png_is_exact(self, rng: np.random.Generator) -> None:
-        pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
-        np.testing.assert_array_equal(data.decode(encoded(Image.fromarray(pixels), "PNG")), pixels)
-
-    @pytest.mark.parametrize("progressive", [False, True])
-    def test_jpeg(self, progressive: bool) -> None:
-        pixels = smooth(33, 21)
-        content = encoded(Image.fromarray(pixels), "JPEG", quality=95, subsampling=0, progressive=progressive)
-        assert np.abs(data.decode(content).astype(int) - pixels).max() <= 6
-
-    def test_grey(self, rng: np.random.Generator) -> None:
-        pixels = rng.integers(0, 256, (4, 6), np.uint8)
-        content = encoded(Image.fromarray(pixels), "PNG")
-        np.testing.assert_array_equal(data.decode(content), np.repeat(pixels[:, :, None], 3, axis=2))
-        np.testing.assert_array_equal(data.decode(content, channels=1), pixels[:, :, None])
-
-    def test_sixteen_bits_keep_the_high_byte(self, rng: np.random.Generator) -> None:
-        values = rng.integers(0, 1 << 16, (4, 6), np.uint16)
-        np.testing.assert_array_equal(data.decode(png16(values), 1)[:, :, 0], values >> 8)
-
-    def test_one_bit(self, rng: np.random.Generator) -> None:
-        bits = rng.integers(0, 2, (5, 9)).astype(bool)
-        np.testing.assert_array_equal(data.decode(encoded(Image.fromarray(bits), "PNG"), 1)[:, :, 0], bits * 255)
-
-    def test_cmyk_jpeg_looks_like_its_rgb(self) -> None:
-        pixels = smooth(32, 32)
-        content = encoded(Image.fromarray(pixels).convert("CMYK"), "JPEG", quality=95)
-        assert np.abs(data.decode(content).astype(int) - pixels).max() <= 10
-
-    def test_palette(self, rng: np.random.Generator) -> None:
-        palette = rng.integers(0, 256, (4, 3), np.uint8)
-        indices = rng.integers(0, 4, (6, 5), np.uint8)
-        image = Image.fromarray(indices)
-        image.putpalette(palette.tobytes())
-        assert image.mode == "P"
-        np.testing.assert_array_equal(data.decode(encoded(image, "PNG")), palette[indices])
-
-    def test_transparency_lies_on_white(self) -> None:
-        pixels = np.zeros((2, 2, 4), np.uint8)
-        pixels[0, 0] = (10, 20, 30, 255)
-        result = data.decode(encoded(Image.fromarray(pixels), "PNG"))
-        np.testing.assert_array_equal(result[0, 0], (10, 20, 30))
-        np.testing.assert_array_equal(result[1], np.full((2, 3), 255))
-
-    def test_transparent_palette(self) -> None:
-        image = Image.fromarray(np.array([[0, 1]], np.uint8))
-        image.putpalette([9, 8, 7, 1, 2, 3])
-        result = data.decode(encoded(image, "PNG", transparency=0))
-        np.testing.assert_array_equal(result, [[[255, 255, 255], [1, 2, 3]]])
-
-    @pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (6, 3), (3, 2), (8, 1)])
-    def test_exif_orientation(self, rng: np.random.Generator, orientation: int, turns: int) -> None:
-        pixels = rng.integers(0, 256, (4, 6, 3), np.uint8)
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        content = encoded(Image.fromarray(pixels), "PNG", exif=exif)
-        np.testing.assert_array_equal(data.decode(content), np.rot90(pixels, turns))
-
-    def test_broken_files_are_named(self, tmp_path: Path) -> None:
-        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-        jpeg, png = (encoded(Image.fromarray(noise), kind) for kind in ("JPEG", "PNG"))
-        cases = {
-            "empty.jpg": (b"", "is empty"),
-            "text.jpg": (b"not an image at all", "cannot be decoded: not a JPEG or PNG image"),
-            "gif.png": (encoded(Image.fromarray(noise), "GIF"), "cannot be decoded: not a JPEG or PNG image"),
-            "cut.jpg": (jpeg[: len(jpeg) // 2], "cannot be decoded: "),
-            "cut.png": (png[: len(png) // 2], "cannot be decoded: "),
-            "head.png": (png[:20], "cannot be decoded: "),
-        }
-        for name, (content, message) in cases.items():
-            path = tmp_path / name
-            path.write_bytes(content)
-            with pytest.raises(ValueError, match=f"{path} {message}"):
-                data.decode(path)
-        with pytest.raises(FileNotFoundError):
-            data.decode(tmp_path / "none.jpg")
-        with pytest.raises(ValueError, match="channels must be 1 or 3, not 4"):
-            data.decode(png, channels=4)
+    def test_bad_places(self) -> None:
+        pixels, offsets, sizes = np.zeros(64, np.uint8), np.array([0, 16]), np.array([[2, 2], [4, 4]], np.int32)
+        ImageBatch(pixels, offsets, sizes, 3)
+        for wrong in ([0, 32], [8, 16], [-16, 16]):
+            with pytest.raises(ValueError, match="must have pixels, begin at a multiple of 16 and end within"):
+                ImageBatch(pixels, np.array(wrong), sizes, 3)
+        with pytest.raises(ValueError, match="image 1 of 0x4x3 at byte 16"):
+            ImageBatch(pixels, offsets, np.array([[2, 2], [0, 4]], np.int32), 3)
+        with pytest.raises(TypeError, match="sizes must be int32, not int64"):
+            ImageBatch(pixels, offsets, sizes.astype(np.int64), 3)
+        with pytest.raises(ValueError, match=r"sizes must be \(2, 2\)"):
+            ImageBatch(pixels, offsets, sizes[:1], 3)
+        with pytest.raises(ValueError, match="channels must be at least 1"):
+            ImageBatch(pixels, offsets, sizes, 0)
 
 
 def make_folder(root: Path, counts: dict[str, int], size: tuple[int, int] = (20, 16), mode: str = "RGB") -> None:
@@ -206,7 +151,7 @@ class TestImageFolder:
         pixels[:, 3:13] = np.random.default_rng(0).integers(1, 256, (10, 10, 3))
         path = tmp_path / "x.png"
         Image.fromarray(pixels).save(path)
-        dataset = images_module.ImageFolder([path], np.array([4]), size=10, sides=(10, 10), train=False)
+        dataset = folder_module.ImageFolder([path], np.array([4]), size=10, sides=(10, 10), train=False)
         images, labels = dataset.batch(np.array([0]), 0)
         np.testing.assert_array_equal(images[0], pixels[:, 3:13].transpose(2, 0, 1))
         assert labels == [4]
@@ -218,18 +163,18 @@ class TestImageFolder:
         pixels = np.random.default_rng(1).integers(0, 256, (*shape, 3), np.uint8)
         image = Image.fromarray(pixels)
         image.save(tmp_path / "x.png")
-        dataset = images_module.ImageFolder([tmp_path / "x.png"], np.array([0]), size=40, sides=(50, 50), train=False)
+        dataset = folder_module.ImageFolder([tmp_path / "x.png"], np.array([0]), size=40, sides=(50, 50), train=False)
         height, width = (max(50, round(length * 50 / min(shape))) for length in shape)
         whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
         top, left = (height - 40) // 2, (width - 40) // 2
         expected = whole[top : top + 40, left : left + 40].transpose(2, 0, 1).astype(int)
         assert abs(dataset[0][0] - expected).max() <= 1
-        random = images_module.ImageFolder([tmp_path / "x.png"] * 50, np.zeros(50), size=40, sides=(40, 60), train=True)
+        random = folder_module.ImageFolder([tmp_path / "x.png"] * 50, np.zeros(50), size=40, sides=(40, 60), train=True)
         assert random.batch(np.arange(50), 1)[0].shape == (50, 3, 40, 40)
 
     def test_a_long_thin_image_needs_little_memory(self, tmp_path: Path) -> None:
         Image.new("RGB", (30_000, 1)).save(tmp_path / "thin.png")
-        dataset = images_module.ImageFolder(
+        dataset = folder_module.ImageFolder(
             [tmp_path / "thin.png"], np.array([0]), size=224, sides=(480, 480), train=False
         )
         # Resized whole it would have 6.9 Gpixel: 20 GB.
@@ -258,7 +203,7 @@ class TestImageFolder:
         with pytest.raises(ValueError, match="0 sub-folders"):
             data.image_folder(tmp_path)
         make_folder(tmp_path, {"a": 2, "b": 0})
-        with pytest.raises(ValueError, match="b: no JPEG or PNG files"):
+        with pytest.raises(ValueError, match="b: no image files"):
             data.image_folder(tmp_path)
         Image.new("RGB", (9, 9)).save(tmp_path / "b" / "1.png")
         with pytest.raises(ValueError, match="b: one image cannot be divided"):
@@ -272,3 +217,81 @@ class TestImageFolder:
         (tmp_path / "b" / "broken.png").write_bytes(b"nonsense")
         with pytest.raises(ValueError, match=r"b/broken.png cannot be decoded"):
             data.image_folder(tmp_path)
+
+
+class TestImageFiles:
+    def test_serves_whole_images(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 6, "b": 5})
+        tree = data.image_files(tmp_path)
+        assert (len(tree.train), len(tree.test), tree.classes, tree.side) == (9, 2, ("a", "b"), 17)
+        indices = np.array([7, 0, 3])
+        images, labels = tree.train.batch(indices, 0)
+        np.testing.assert_array_equal(labels, tree.train.labels[indices])
+        assert len({tuple(size) for size in images.sizes.tolist()}) > 1
+        for place, index in enumerate(indices.tolist()):
+            expected = data.decode(tree.train.files[index])
+            np.testing.assert_array_equal(images.image(place), expected)
+            image, label = tree.train[index]
+            np.testing.assert_array_equal(image, expected)
+            assert label == labels[place]
+        with pytest.raises(IndexError, match="9 is out of range for 9 samples"):
+            tree.train[9]
+        with pytest.raises(ValueError, match="one length, not 2 and 1"):
+            data.ImageFiles([tmp_path, tmp_path], np.array([0]))
+
+    def test_grey_files_have_one_channel(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 3, "b": 3}, mode="L")
+        assert data.image_files(tmp_path).train.batch(np.arange(4), 0)[0].channels == 1
+
+    def test_broken_files_are_errors_or_left_out(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 8})
+        files = sorted((tmp_path / "a").iterdir())
+        files[2].write_bytes(b"")
+        files[5].write_bytes(files[5].read_bytes()[:100])
+        files[6].unlink()
+        labels = np.arange(8)
+        with pytest.raises(DecodeError, match="is empty"):
+            data.ImageFiles(files, labels).batch(np.arange(8), 0)
+        decoder = Decoder(on_error="skip")
+        images, kept = data.ImageFiles(files, labels, decoder).batch(np.arange(8), 0)
+        assert len(images) == 5
+        np.testing.assert_array_equal(kept, [0, 1, 3, 4, 7])
+        assert decoder.skipped == 3
+        assert [error.name for error in decoder.last_errors] == [str(files[place]) for place in (2, 5, 6)]
+        with pytest.raises(DecodeError, match=f"{files[2].name} is empty"):
+            data.ImageFiles(files, labels, decoder).batch(np.array([2, 5]), 0)
+
+
+class TestLabelsFile:
+    def test_lines_number_the_classes(self, tmp_path: Path) -> None:
+        make_folder(tmp_path / "train", {"n02": 3, "n01": 4, "n07": 2})
+        make_folder(tmp_path / "val", {"n07": 2, "n01": 1})
+        lines = "n07,sea snail\nn03,ray\n\nn01,tench, Tinca tinca\nn02,cock\n"
+        (tmp_path / "labels.txt").write_text(lines)
+        tree = data.image_files(tmp_path)
+        assert tree.classes == ("sea snail", "ray", "tench, Tinca tinca", "cock")
+        for part in (tree.train, tree.test):
+            expected = [{"n07": 0, "n03": 1, "n01": 2, "n02": 3}[file.parent.name] for file in part.files]
+            np.testing.assert_array_equal(part.labels, expected)
+
+    def test_divides_a_flat_folder_by_class(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,why\nx,ex\n")
+        tree = data.image_files(tmp_path)
+        np.testing.assert_array_equal(sorted(tree.test.labels), [0, 1])
+        assert data.image_folder(tmp_path).classes == ("why", "ex")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "labels.txt is empty"),
+            ("x,one\ny two\n", "labels.txt, line 2: 'y two' must be FOLDER,NAME"),
+            ("x,one\nx,two\n", "labels.txt, line 2: x is listed twice"),
+            ("x,one\nz,two\n", "y: labels.txt does not list it"),
+        ],
+    )
+    def test_bad_lines(self, tmp_path: Path, text: str, message: str) -> None:
+        make_folder(tmp_path, {"x": 2, "y": 2})
+        (tmp_path / "labels.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            data.image_files(tmp_path)

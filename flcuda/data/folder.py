@@ -1,0 +1,359 @@
+"""Folders of image files with a sub-folder a class, as ImageNet has them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from flcuda.data.dataset import ImageData, TransformDataset, epoch_order
+from flcuda.data.decode import IMAGE_SUFFIXES, Decoder, pillow_image, read_header
+from flcuda.data.images import ImageBatch
+from flcuda.data.transforms import Draws, Normalize
+
+LABELS_FILE = "labels.txt"
+# Of ImageNet's training images, and customary for photographs; in units of the full scale.
+PHOTOGRAPH_MEAN = (0.485, 0.456, 0.406)
+PHOTOGRAPH_STD = (0.229, 0.224, 0.225)
+
+# Headers are read of so many files when a folder is opened, evenly spread over it.
+_SAMPLED_HEADERS = 10_000
+# Images below this shorter side are trained at their own size; others at 224, like ImageNet.
+_SMALL_SIDE = 96
+_GREY_MODES = ("1", "L", "LA", "I;16", "I;16B", "I;16L", "I")
+
+
+class ImageFiles:
+    """Image files with labels, each served whole, at its own size.
+
+    Sample i is `(image, label)`: uint8 (height, width, channels) on the host and an int64 number. A batch is decoded by
+    `decoder` onto its device. What cannot be decoded is an error, or left out of the batch and counted when the decoder
+    skips.
+
+    Args:
+        files: image files.
+        labels: int64 (N,), one a file.
+        decoder: None decodes on the host, to three channels, and raises.
+
+    Raises:
+        ValueError: different lengths.
+    """
+
+    def __init__(self, files: Sequence[Path], labels: NDArray[np.int64], decoder: Decoder | None = None) -> None:
+        if len(files) != len(labels):
+            raise ValueError(f"files and labels must have one length, not {len(files)} and {len(labels)}")
+        self.files = tuple(files)
+        self.labels = np.asarray(labels, np.int64)
+        self.decoder = Decoder() if decoder is None else decoder
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
+        image = pillow_image(self.files[index], self.decoder.channels)
+        return np.array(image).reshape(image.height, image.width, self.decoder.channels), self.labels[index]
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[ImageBatch, NDArray[np.int64]]:  # noqa: ARG002
+        """Returns the images of these indices and int64 labels (N,), a NumPy array.
+
+        Raises:
+            DecodeError: an image is broken; when the decoder skips, only if none of them is left.
+        """
+        decoded = self.decoder.decode([self.files[index] for index in indices])
+        if decoded.batch is None:
+            raise decoded.errors[0]
+        return decoded.batch, self.labels[indices[decoded.kept]]
+
+
+class ImageFolder:
+    """Image files with labels, resized by the shorter side and cropped to one size.
+
+    Args:
+        files: image files of any kind that `decode` reads.
+        labels: int64 (N,), one a file.
+        size: height and width of the images served.
+        sides: shorter side before the crop, from and to; drawn anew by (seed, epoch, index) when training.
+        train: random side, random crop and random flip; else the lower side and the centre crop.
+        channels: 3 or 1.
+        seed: of the random numbers.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        labels: NDArray[np.int64],
+        *,
+        size: int,
+        sides: tuple[int, int],
+        train: bool,
+        channels: int = 3,
+        seed: int = 0,
+    ) -> None:
+        if len(files) != len(labels):
+            raise ValueError(f"files and labels must have one length, not {len(files)} and {len(labels)}")
+        if not size <= sides[0] <= sides[1]:
+            raise ValueError(f"sides must rise from at least size {size}, not {sides}")
+        self.files = tuple(files)
+        self.labels = labels
+        self.size = size
+        self.sides = sides
+        self.train = train
+        self.channels = channels
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
+        images, labels = self.batch(np.array([index % len(self)], np.int64), 0)
+        return images[0], labels[0]
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Returns uint8 (N, channels, size, size) and int64 labels (N,)."""
+        images = np.empty((len(indices), self.channels, self.size, self.size), np.uint8)
+        draws = Draws(self.seed, epoch, indices).uniform() if self.train else None
+        low, high = self.sides
+        for place, index in enumerate(indices):
+            image = pillow_image(self.files[index], self.channels)
+            if draws is None:
+                width, height = _resized(image, low)
+                left, top = (width - self.size) // 2, (height - self.size) // 2
+            else:
+                side, across, down, mirror = draws[place]
+                width, height = _resized(image, low + int(side * (high - low + 1)))
+                left = int(across * (width - self.size + 1))
+                top = int(down * (height - self.size + 1))
+            # Resized and cropped at once: most pixels of the resized image are never computed, and a long thin image
+            # does not become a huge one.
+            box = (
+                left * image.width / width,
+                top * image.height / height,
+                (left + self.size) * image.width / width,
+                (top + self.size) * image.height / height,
+            )
+            cropped = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+            pixels = np.asarray(cropped).reshape(self.size, self.size, self.channels)
+            if draws is not None and mirror < 0.5:
+                pixels = pixels[:, ::-1]
+            images[place] = pixels.transpose(2, 0, 1)
+        return images, self.labels[indices]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The files of a folder, divided.
+
+    Attributes:
+        train: files, and their labels int64 (N,).
+        test: likewise.
+        classes: the names, by label.
+        note: how it was divided.
+    """
+
+    train: tuple[list[Path], NDArray[np.int64]]
+    test: tuple[list[Path], NDArray[np.int64]]
+    classes: tuple[str, ...]
+    note: str
+
+
+def split_folder(path: Path | str) -> Split:
+    """Lists the image files of a folder with a sub-folder a class; no file but `labels.txt` is opened.
+
+    PATH/train and PATH/val are taken where both are there. Otherwise a fifth of each class (at least one image, drawn
+    once and for all) is the test. Labels follow the sorted names of the sub-folders; or, where there is a
+    PATH/labels.txt, its lines `FOLDER,NAME`: the first is class 0. It may list classes that have no folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: no such folder.
+        ValueError: fewer than two classes, a class without images, a class for the test alone, or a line of labels.txt
+            that is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such folder")
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a folder")
+    listed = _read_labels(path / LABELS_FILE) if (path / LABELS_FILE).is_file() else None
+    if (path / "train").is_dir() and (path / "val").is_dir():
+        folders = _class_names(path / "train", 2)
+        test_folders = _class_names(path / "val", 1)
+        unknown = sorted(set(test_folders) - set(folders))
+        if unknown:
+            raise ValueError(f"{path / 'val' / unknown[0]}: no such class in {path / 'train'}")
+        numbers = _numbers(folders, listed, path / "train")
+        train = _class_files(path / "train", folders, numbers)
+        test = _class_files(path / "val", test_folders, numbers)
+        note = "train and val are the folders of these names"
+    else:
+        folders = _class_names(path, 2)
+        numbers = _numbers(folders, listed, path)
+        files, labels = _class_files(path, folders, numbers)
+        train_places, test_places = _split(labels, {numbers[name]: name for name in folders}, path)
+        train = ([files[place] for place in train_places], labels[train_places])
+        test = ([files[place] for place in test_places], labels[test_places])
+        note = "no train and val folders: a fifth of each class, drawn once and for all, is the test"
+    return Split(train, test, folders if listed is None else tuple(listed.values()), note)
+
+
+@dataclass(frozen=True)
+class ImageTree:
+    """The images of a folder, whole.
+
+    Attributes:
+        train: files with labels.
+        test: likewise.
+        classes: the names, by label.
+        side: the median shorter side of the files.
+        note: how they were divided.
+    """
+
+    train: ImageFiles
+    test: ImageFiles
+    classes: tuple[str, ...]
+    side: int
+    note: str
+
+
+def image_files(path: Path | str, decoder: Decoder | None = None) -> ImageTree:
+    """Returns the images of a folder with a sub-folder a class, at their own sizes; see `split_folder`.
+
+    Args:
+        path: the folder.
+        decoder: None decodes on the host and raises; to one channel when all files are grey, else three.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: no such folder.
+        ValueError: no classes or images to divide, or a broken file.
+    """
+    split = split_folder(path)
+    side, channels = _survey([*split.train[0], *split.test[0]])
+    decoder = Decoder(channels=channels) if decoder is None else decoder
+    return ImageTree(
+        ImageFiles(*split.train, decoder), ImageFiles(*split.test, decoder), split.classes, side, split.note
+    )
+
+
+def image_folder(path: Path | str, seed: int = 0) -> ImageData:
+    """Returns the images of a folder with a sub-folder a class, cropped to one size; see `split_folder`.
+
+    Images are served at 224x224 like ImageNet's, or at their own size when it is small; grey only when all of them are.
+
+    Args:
+        path: the folder.
+        seed: of the augmentation.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: no such folder.
+        ValueError: fewer than two classes, a class without images, a class for the test alone, or a broken file.
+    """
+    split = split_folder(path)
+    side, channels = _survey([*split.train[0], *split.test[0]])
+    small = side < _SMALL_SIDE
+    size = side if small else 224
+    # For photographs as in Krizhevsky et al. 2012 and He et al. 2015: 256 to 480 for training, 256 for the test.
+    train_sides = (size, round(size * 9 / 8)) if small else (256, 480)
+    test_sides = (size, size) if small else (256, 256)
+    train_images = ImageFolder(*split.train, size=size, sides=train_sides, train=True, channels=channels, seed=seed)
+    test_images = ImageFolder(*split.test, size=size, sides=test_sides, train=False, channels=channels)
+    normalize = (
+        Normalize(PHOTOGRAPH_MEAN, PHOTOGRAPH_STD)
+        if channels == 3
+        else Normalize([float(np.mean(PHOTOGRAPH_MEAN))], [float(np.mean(PHOTOGRAPH_STD))])
+    )
+    return ImageData(
+        f"folder:{path}",
+        TransformDataset(train_images, normalize, seed=seed),
+        TransformDataset(test_images, normalize),
+        split.classes,
+        (channels, size, size),
+        split.note,
+    )
+
+
+def _resized(image: Image.Image, side: int) -> tuple[int, int]:
+    """Returns the size that the image would have if its shorter side had `side` pixels."""
+    scale = side / min(image.size)
+    return max(side, round(image.width * scale)), max(side, round(image.height * scale))
+
+
+def _class_names(folder: Path, least: int) -> tuple[str, ...]:
+    names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    if len(names) < least:
+        raise ValueError(f"{folder}: {len(names)} sub-folders: expected one a class, and at least {least}")
+    return names
+
+
+def _read_labels(file: Path) -> dict[str, str]:
+    """Returns the class names by sub-folder, in the order of the lines."""
+    names: dict[str, str] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        folder, comma, name = (part.strip() for part in line.partition(","))
+        if not comma or not folder or not name:
+            raise ValueError(f"{file}, line {number}: {line!r} must be FOLDER,NAME")
+        if folder in names:
+            raise ValueError(f"{file}, line {number}: {folder} is listed twice")
+        names[folder] = name
+    if not names:
+        raise ValueError(f"{file} is empty")
+    return names
+
+
+def _numbers(folders: Sequence[str], listed: dict[str, str] | None, folder: Path) -> dict[str, int]:
+    """Returns the labels by sub-folder."""
+    numbers = {name: label for label, name in enumerate(folders if listed is None else listed)}
+    unknown = [name for name in folders if name not in numbers]
+    if unknown:
+        raise ValueError(f"{folder / unknown[0]}: {LABELS_FILE} does not list it")
+    return numbers
+
+
+def _class_files(folder: Path, classes: Sequence[str], numbers: dict[str, int]) -> tuple[list[Path], NDArray[np.int64]]:
+    files: list[Path] = []
+    labels: list[int] = []
+    for name in classes:
+        found = sorted(
+            entry
+            for entry in (folder / name).iterdir()
+            if entry.suffix.lower() in IMAGE_SUFFIXES and not entry.name.startswith(".") and entry.is_file()
+        )
+        if not found:
+            raise ValueError(f"{folder / name}: no image files ({', '.join(IMAGE_SUFFIXES)}) right in it")
+        files.extend(found)
+        labels.extend([numbers[name]] * len(found))
+    return files, np.array(labels, np.int64)
+
+
+def _split(
+    labels: NDArray[np.int64], names: dict[int, str], folder: Path
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    train = []
+    test = []
+    for label, name in names.items():
+        members = np.flatnonzero(labels == label)
+        if len(members) < 2:
+            raise ValueError(f"{folder / name}: one image cannot be divided into training and test images")
+        members = members[epoch_order(len(members), 0, label)]
+        held_out = max(1, len(members) // 5)
+        test.append(np.sort(members[:held_out]))
+        train.append(np.sort(members[held_out:]))
+    return np.concatenate(train), np.concatenate(test)
+
+
+def _survey(files: Sequence[Path]) -> tuple[int, int]:
+    """Returns the median shorter side of evenly spread files, and 1 channel when every file is one of them and grey."""
+    step = max(1, -(-len(files) // _SAMPLED_HEADERS))
+    headers = [read_header(file) for file in files[::step]]
+    grey = step == 1 and all(header.mode in _GREY_MODES for header in headers)
+    return int(np.median([min(header.height, header.width) for header in headers])), 1 if grey else 3
