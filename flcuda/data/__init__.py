@@ -20,6 +20,8 @@ from flcuda.data.decode import DecodeError, Decoder, decode
 from flcuda.data.epochs import BatchDataset, DistributedDataset, ShuffleDataset, batch_indices, batches
 from flcuda.data.folder import ImageFiles, ImageFolder, image_files, image_folder
 from flcuda.data.images import ImageBatch
+from flcuda.data.prefetch import PrefetchDataset
+from flcuda.data.sample import Sample
 from flcuda.data.store import DecodedStore
 from flcuda.data.transforms import (
     Augment,
@@ -51,7 +53,9 @@ __all__ = [
     "MergeDataset",
     "Normalize",
     "PadCrop",
+    "PrefetchDataset",
     "ResampleDataset",
+    "Sample",
     "ShuffleDataset",
     "TensorDataset",
     "Transform",

@@ -327,7 +327,7 @@ class _Pipeline:
     """The threads of one iteration and what they share.
 
     A step's outcome is a sample or an exception. It goes from a worker by `_staged` to the thread that queues copies,
-    and from there by `_ready` to the consumer, each in the order of the steps. Steps from `_limit` on are not loaded.
+    and from there by `_ready` to the consumer, each in the order of the steps.
     """
 
     def __init__(self, load: _Load, ring: Ring, start: int, stop: int, workers: int) -> None:
@@ -342,7 +342,6 @@ class _Pipeline:
         self._condition = threading.Condition(threading.Lock())
         self._stopping = False
         self._next = start
-        self._limit = stop
         # Which step may be staged in each slot: the copy of the one before is queued.
         self._turn = [start + (place - start) % self._depth for place in range(self._depth)]
         self._staged: dict[int, Sample | BaseException] = {}
@@ -429,27 +428,23 @@ class _Pipeline:
                 return
             with self._condition:
                 self._staged[step] = outcome
-                if isinstance(outcome, BaseException):
-                    self._limit = min(self._limit, step + 1)
                 self._condition.notify_all()
             # A traceback has this frame: no cycle, which would keep what it refers to for longer.
             outcome = None
 
     def _take_step(self) -> int | None:
         with self._condition:
-            if self._stopping or self._next >= self._limit:
+            if self._stopping or self._next >= self._stop:
                 return None
             step = self._next
             self._next += 1
             return step
 
     def _stage(self, step: int) -> Sample | None:
-        """Loads a step and writes it into its slot when it is its turn; None if it is not wanted any more."""
+        """Loads a step and writes it into its slot when it is its turn; None when the iteration ends."""
         sample, fields = self._load(step)
         with self._condition:
-            if not self._wait_for(lambda: self._turn[step % self._depth] == step or step >= self._limit):
-                return None
-            if step >= self._limit:
+            if not self._wait_for(lambda: self._turn[step % self._depth] == step):
                 return None
             slot = self.ring.slot(step)
         slot.stage(sample, fields)

@@ -36,6 +36,7 @@ _ALIGNMENT = 256
 _HEADROOM = 8
 _GRANULE = 1 << 16
 _MIB = float(1 << 20)
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 Finish = Callable[[list[Any]], Sequence[Any]]
@@ -138,17 +139,22 @@ class CudaLink:
         return np.frombuffer(self._cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 
     def memory(self, nbytes: int) -> Array:
-        """Allocates device memory, uint8 (nbytes,), which is freed with the array."""
-        runtime = self._cuda.runtime
+        """Allocates device memory, uint8 (nbytes,), which is freed with the array; MemoryError when there is none."""
         try:
-            memory = self._cuda.Memory(nbytes)
-        except runtime.CUDARuntimeError as error:
-            if error.status != runtime.errorMemoryAllocation:
+            memory = self._new_memory(nbytes)
+        except self._cuda.runtime.CUDARuntimeError as error:
+            if error.status != _CUDA_ERROR_MEMORY_ALLOCATION:
                 raise
             # Perhaps CuPy's pool has it and does not need it.
             devices.cupy().get_default_memory_pool().free_all_blocks()
-            memory = self._cuda.Memory(nbytes)
+            try:
+                memory = self._new_memory(nbytes)
+            except self._cuda.runtime.CUDARuntimeError as again:
+                raise MemoryError(f"{self.device} has no room for a slot of {nbytes / _MIB:.1f} MiB") from again
         return devices.cupy().ndarray((nbytes,), np.uint8, memptr=self._cuda.MemoryPointer(memory, 0))
+
+    def _new_memory(self, nbytes: int) -> Any:
+        return self._cuda.Memory(nbytes)
 
     def is_resident(self, a: object) -> bool:
         """Says whether an array is a CuPy array."""
@@ -371,7 +377,8 @@ class Sample:
 
     def _let_go(self) -> None:
         self._released = True
-        self._fields = self._result = self._finish = self._on_release = None
+        # What is kept of a released sample keeps neither memory nor stream.
+        self._fields = self._result = self._finish = self._on_release = self._link = self._ready = None
         self._streams = {}
 
 

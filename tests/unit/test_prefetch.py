@@ -29,7 +29,7 @@ from flcuda.data.epochs import BatchDataset, DistributedDataset, ShuffleDataset
 from flcuda.data.images import ImageBatch
 from flcuda.data.prefetch import DeviceTransform, PrefetchDataset
 from flcuda.data.sample import RingMemory, Sample
-from flcuda.data.transforms import Draws
+from flcuda.data.transforms import Augment, Draws
 from flcuda.errors import FlcudaError
 
 ROOT = Path(__file__).parents[2]
@@ -345,8 +345,11 @@ def test_images_of_different_sizes_and_resident_fields():
             return 9
 
         def __getitem__(self, index: int) -> tuple[Any, ...]:
-            images = [np.full((1 + index, 2 + i, 3), 10 * index + i, np.uint8) for i in range(3)]
-            return ImageBatch.of(images), np.full(4, index).view(Resident)
+            batch = ImageBatch.of([np.full((1 + index, 2 + i, 3), 10 * index + i, np.uint8) for i in range(3)])
+            if index % 2:
+                # As a decoder on the device gives it.
+                batch = ImageBatch(batch.pixels.view(Resident), batch.offsets, batch.sizes, 3)
+            return batch, np.full(4, index).view(Resident)
 
     for sample in OnFake(Images(), depth=2, workers=2, eager=True):
         images, labels = sample
@@ -423,6 +426,34 @@ def test_transforms_change_each_sample_as_a_transform_data_set_would(kind, two_s
     if two_steps:
         assert "MainThread" in transform.threads
         assert any("worker" in name for name in transform.threads)
+
+
+@pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
+def test_augmentation_is_that_of_the_sample(kind, rng):
+    """Whatever the workers, the depth and where the epoch was taken up."""
+
+    class Photographs(BatchDataset):
+        def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+            images = [photographs[i] for i in self.indices(index, epoch)]
+            return ImageBatch.of(images), self.indices(index, epoch)
+
+    photographs = [rng.integers(0, 256, (*rng.integers(9, 30, 2), 3), np.uint8) for _ in range(11)]
+    augment = Augment(8, brightness=0.3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.2))
+    assert isinstance(augment, DeviceTransform)
+    expected = {
+        index: augment(ImageBatch.of([photograph]), Draws(4, 3, np.array([index])))[0]
+        for index, photograph in enumerate(photographs)
+    }
+    options = {} if kind is PrefetchDataset else {"eager": True}
+    for workers, depth, start, batch_size in ((0, 1, 0, 3), (2, 3, 1, 4)):
+        dataset = Photographs(TensorDataset(np.arange(11)), batch_size)
+        loader = kind(
+            dataset, device="cpu", workers=workers, depth=depth, start=start, transforms=(augment,), seed=4, **options
+        )
+        loader.set_epoch(3)
+        for images, indices in loader:
+            for image, index in zip(images, indices.tolist(), strict=True):
+                np.testing.assert_array_equal(image, expected[index])
 
 
 def test_a_transform_that_nobody_asks_for_does_not_run():
@@ -683,6 +714,15 @@ def test_leaving_early_ends_everything(leave, workers, kind, pause):
         leave(loader)
         require_clean(loader)
     assert next(iter(loader)).index == 0
+
+
+def test_no_sample_is_begun_after_the_end():
+    dataset = Stamps(1000, pauses=[0.05])
+    with iter(PrefetchDataset(dataset, device="cpu", workers=2, depth=8)) as iteration:
+        next(iteration)
+        time.sleep(0.01)
+        begun = len(dataset.served)
+    assert len(dataset.served) == begun
 
 
 def test_a_sample_does_not_keep_the_iteration():
