@@ -151,17 +151,17 @@ def _check(args: argparse.Namespace) -> int:
             [(kind, mode, f"{number:,}") for (kind, mode), number in kinds.most_common()],
         )
         short = [min(finding.height, finding.width) for finding in whole]
-        print(f"shorter side: {min(short)} to {max(short)}, median {statistics.median_low(short)}")
+        _print(f"shorter side: {min(short)} to {max(short)}, median {statistics.median_low(short)}")
     odd = collections.Counter(oddity for finding in whole for oddity in finding.oddities)
     for oddity, number in odd.most_common():
         example = next(finding.path for finding in whole if oddity in finding.oddities)
-        print(f"{number:,} {oddity}, such as {example}")
-    print(layout)
+        _print(f"{number:,} {oddity}, such as {example}")
+    _print(layout)
     if others:
-        print(f"{others:,} other files were left alone")
+        _print(f"{others:,} other files were left alone")
     for finding in broken:
-        print(f"broken: {finding.path} {finding.fault}")
-    print(
+        _print(f"broken: {finding.path} {finding.fault}")
+    _print(
         f"{len(broken):,} of {len(findings):,} files are broken" if broken else f"all {len(whole):,} images are whole"
     )
     return BROKEN if broken else 0
@@ -292,10 +292,10 @@ def _bench(args: argparse.Namespace) -> int:
         ("stage", "images/s", "MiB/s"),
         [(rate.stage, f"{rate.images_per_second:,.0f}", f"{rate.mib_per_second:,.0f}") for rate in rates],
     )
-    print(f"{len(contents):,} of {len(files):,} files, {mean / 1024:.0f} KiB in the mean; {workers} threads")
-    print(f"{device}: {description}")
+    _print(f"{len(contents):,} of {len(files):,} files, {mean / 1024:.0f} KiB in the mean; {workers} threads")
+    _print(f"{device}: {description}")
     if broken:
-        print(f"{broken:,} files cannot be read or decoded: see flcuda data check")
+        _print(f"{broken:,} files cannot be read or decoded: see flcuda data check")
     return BROKEN if broken else 0
 
 
@@ -502,9 +502,20 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
+    _print_lines(table)
+
+
+def _print(text: str) -> None:
+    """Prints a line: within the terminal, and without characters that a terminal would obey or cannot show."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    _print_lines(Text("".join(shown), overflow="fold"))
+
+
+def _print_lines(content: Table | Text) -> None:
     text = io.StringIO()
     width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else _ENDLESS
-    Console(file=text, width=width, force_terminal=False, color_system=None, highlight=False).print(table)
+    console = Console(file=text, width=width or _ENDLESS, force_terminal=False, color_system=None, highlight=False)
+    console.print(content)
     print("\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n")))
 
 

@@ -16,14 +16,17 @@ from flcuda import rng
 from flcuda.data.chain import (
     Chain,
     Dataset,
-    assembled,
-    check_rows,
+    SampleChain,
+    assembled_kept,
     checked_index,
     checked_indices,
     fetch,
+    fetch_kept,
+    kept_of,
     row,
     sample_numbers,
     sample_of,
+    taken,
 )
 from flcuda.data.transforms import (
     Compose,
@@ -95,7 +98,7 @@ class TensorDataset:
         return tuple(field[places] for field in self.fields)
 
 
-class TransformDataset(Chain):
+class TransformDataset(SampleChain):
     """A data set whose i-th field goes through the i-th transform; a missing one or None leaves it as it is.
 
     Args:
@@ -109,7 +112,7 @@ class TransformDataset(Chain):
     """
 
     def __init__(self, dataset: Dataset, *transforms: Transform | None, seed: int = 0) -> None:
-        if getattr(dataset, "serves_batches", False):
+        if isinstance(dataset, Chain) and dataset.serves_batches:
             raise TypeError(f"dataset must have single samples, not the batches of a {type(dataset).__name__}")
         super().__init__(dataset, length=len(dataset))
         self.dataset = dataset
@@ -118,30 +121,38 @@ class TransformDataset(Chain):
 
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
         """Returns the transformed fields of one sample."""
-        return tuple(row(field, 0) for field in self.batch(np.array([index], np.int64), epoch))
+        places = np.array([index], np.int64)
+        # Where it cannot be served, the error of the data set.
+        fields = self._changed(fetch(self.dataset, places, epoch), places, epoch)
+        return tuple(row(field, 0) for field in fields)
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
-        """Returns the transformed samples of these indices, stacked.
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        """Returns the transformed samples of these indices that are left, stacked, and which they are.
 
         Raises:
-            ValueError: more transforms than fields, or the data set leaves samples out: then the random numbers are not
-                those of the rows.
+            ValueError: more transforms than fields, or the data set leaves samples out without a word: then the random
+                numbers are not those of the rows.
         """
         places = checked_indices(indices, len(self))
-        fields = list(fetch(self.dataset, places, epoch))
-        check_rows(fields, len(places))
+        fields, kept = fetch_kept(self.dataset, places, epoch)
+        kept = kept_of(fields, kept, len(places))
+        return self._changed(fields, places[kept], epoch) if len(kept) else (), kept
+
+    def _changed(self, fields: tuple[Any, ...], places: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
+        """Applies the transforms to samples of these places, which all are there."""
+        changed = list(fields)
         numbers = sample_numbers(self.dataset, places, epoch)
         for place, transform in enumerate(self.transforms):
             if transform is None:
                 continue
-            if place >= len(fields):
-                raise ValueError(f"transforms[{place}] has no field: the samples have {len(fields)}")
+            if place >= len(changed):
+                raise ValueError(f"transforms[{place}] has no field: the samples have {len(changed)}")
             # Streams are apart by 256, so a composed transform of one field does not meet the next field's.
-            fields[place] = transform(fields[place], Draws(self.seed, epoch, numbers, 256 * place))
-        return tuple(fields)
+            changed[place] = transform(changed[place], Draws(self.seed, epoch, numbers, 256 * place))
+        return tuple(changed)
 
 
-class MergeDataset(Chain):
+class MergeDataset(SampleChain):
     """The fields of several data sets side by side: sample i has those of sample i of each.
 
     Args:
@@ -164,18 +175,27 @@ class MergeDataset(Chain):
         """Returns the fields of one sample of every data set."""
         return tuple(field for dataset in self.datasets for field in sample_of(dataset, index, epoch))
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
-        """Returns the fields of every data set, stacked.
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        """Returns the fields of every data set, stacked, of the samples that are left in all of them, and which.
 
         Raises:
-            ValueError: a data set leaves samples out: then rows no longer belong together.
+            ValueError: a data set leaves samples out without a word: then rows no longer belong together.
         """
-        fields = tuple(field for dataset in self.datasets for field in fetch(dataset, indices, epoch))
-        check_rows(fields, len(indices))
-        return fields
+        parts = [fetch_kept(dataset, indices, epoch) for dataset in self.datasets]
+        rows = [kept_of(fields, kept, len(indices)) for fields, kept in parts]
+        common = np.arange(len(indices), dtype=np.int64)
+        for kept in rows:
+            common = np.intersect1d(common, kept, assume_unique=True)
+        if not len(common):
+            return (), common
+        return tuple(
+            field if len(kept) == len(common) else taken(field, np.searchsorted(kept, common))
+            for (fields, _), kept in zip(parts, rows, strict=True)
+            for field in fields
+        ), common
 
 
-class ConcatDataset(Chain):
+class ConcatDataset(SampleChain):
     """The samples of several data sets, one after another.
 
     Args:
@@ -198,14 +218,14 @@ class ConcatDataset(Chain):
         part = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return sample_of(self.datasets[part], index - int(self._bounds[part]), epoch)
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
-        """Returns the samples of these indices, stacked."""
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the samples of these indices that are left, stacked, and which they are."""
         places = checked_indices(indices, len(self))
         parts = [
-            (rows, fetch(self.datasets[part], places[rows] - self._bounds[part], epoch))
+            (rows, fetch_kept(self.datasets[part], places[rows] - self._bounds[part], epoch))
             for part, rows in self._parts(places)
         ]
-        return assembled(parts, places)
+        return assembled_kept(parts, places)
 
     def numbers(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Returns the numbers in the data sets, each counted on from where the one before it ends."""
@@ -221,7 +241,7 @@ class ConcatDataset(Chain):
         return [(int(part), np.flatnonzero(owners == part)) for part in np.unique(owners)]
 
 
-class ResampleDataset(Chain):
+class ResampleDataset(SampleChain):
     """Chosen samples of a data set, in a chosen order; one may be chosen several times, or never.
 
     It numbers its samples anew: transforms of a `ResampleDataset` change each copy of a sample in its own way, those
@@ -258,9 +278,9 @@ class ResampleDataset(Chain):
         """Returns the fields of one chosen sample."""
         return sample_of(self.dataset, int(self._chosen[index]), epoch)
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
-        """Returns the chosen samples of these indices, stacked."""
-        return fetch(self.dataset, self._chosen[checked_indices(indices, len(self))], epoch)
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the chosen samples of these indices that are left, stacked, and which they are."""
+        return fetch_kept(self.dataset, self._chosen[checked_indices(indices, len(self))], epoch)
 
     def numbers(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:  # noqa: ARG002
         """Returns the indices themselves."""

@@ -7,7 +7,7 @@ training that is taken up again at step k gets what it would have got.
 import operator
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from flcuda.data.chain import (
     Chain,
     Dataset,
-    assembled,
+    SampleChain,
+    assembled_kept,
     checked_index,
     checked_indices,
     fetch,
+    fetch_kept,
+    require_any,
     sample_numbers,
     sample_of,
 )
@@ -31,7 +34,7 @@ LAST_BATCH_POLICIES = ("include-last", "skip-last", "divisible-only")
 _ORDERS_KEPT = 4
 
 
-class ShuffleDataset(Chain):
+class ShuffleDataset(SampleChain):
     """A data set in the order of a permutation of (seed, epoch).
 
     Args:
@@ -49,9 +52,9 @@ class ShuffleDataset(Chain):
         """Returns the fields of the sample that stands at this place in an epoch's order."""
         return sample_of(self.dataset, int(self._orders.of(epoch)[index]), epoch)
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
-        """Returns the samples that stand at these places in an epoch's order, stacked."""
-        return fetch(self.dataset, self._places(indices, epoch), epoch)
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns what is left of the samples at these places in an epoch's order, stacked, and which they are."""
+        return fetch_kept(self.dataset, self._places(indices, epoch), epoch)
 
     def numbers(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Returns the numbers of the shuffled data set."""
@@ -101,6 +104,10 @@ class BatchDataset(Chain):
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
         """Returns the stacked fields of a batch of an epoch."""
         return fetch(self.dataset, self.indices(index, epoch), epoch)
+
+    def sample_kept(self, index: int, epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the stacked fields of what is left of a batch, and which of its `indices` that is."""
+        return fetch_kept(self.dataset, self.indices(index, epoch), epoch)
 
     def indices(self, index: int, epoch: int) -> NDArray[np.int64]:  # noqa: ARG002 - as of a DistributedDataset
         """Returns the indices, int64 (n,), of a batch's samples in the data set that it is made of."""
@@ -170,9 +177,27 @@ class DistributedDataset(Chain):
 
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
         """Returns the stacked fields of this rank's batch in a step of an epoch."""
+        fields, kept = self.sample_kept(index, epoch)
+        if kept is not None and not len(kept):
+            self._require_any(index, epoch)
+        return fields
+
+    def sample_kept(self, index: int, epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the stacked fields of what is left of this rank's batch, and which of its `indices` that is.
+
+        Where nothing is left and there are other ranks, which would wait for this one for ever, this raises what is
+        wrong with the first sample.
+        """
         places, passes = self._served(index, epoch)
-        parts = [(rows, fetch(self.dataset, places[rows], number)) for rows, number in _groups(passes)]
-        return assembled(parts, places)
+        parts = [(rows, fetch_kept(self.dataset, places[rows], number)) for rows, number in _groups(passes)]
+        fields, kept = assembled_kept(parts, places)
+        if kept is not None and not len(kept) and self.world_size > 1:
+            self._require_any(index, epoch)
+        return fields, kept
+
+    def _require_any(self, index: int, epoch: int) -> NoReturn:
+        places, passes = self._served(index, epoch)
+        require_any(self.dataset, int(places[0]), int(passes[0]))
 
     def indices(self, index: int, epoch: int) -> NDArray[np.int64]:
         """Returns the indices, int64 (n,), of this rank's samples of a step in the data set that all ranks share."""
@@ -190,23 +215,27 @@ class DistributedDataset(Chain):
         for rows, number in _groups(passes):
             numbers[rows] = sample_numbers(self.dataset, places[rows], number)
         # Copies of several passes are in the batch: an epoch for each sample.
-        epochs: Any = passes
-        return Draws(seed, epochs, numbers)
+        return Draws(seed, passes, numbers)
 
     def count(self, index: int) -> int:
         """Returns how many samples of this rank's batch in a step are to be counted: all of them, or 0."""
         first, size = self._step(index)
         return len(range(first + self.rank, first + size, self.world_size))
 
-    def weights(self, index: int) -> NDArray[np.float32]:
+    def weights(self, index: int, kept: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Returns the weights, float32 (n,), of this rank's samples in a step.
 
-        The mean of weight x loss over the batch, averaged over the ranks, is the mean loss over the step's samples.
-        All are 1 in a whole step.
+        The mean of weight x loss over the batch, averaged over the ranks, is the mean loss over the step's samples,
+        where a sample that was left out counts as one with the loss 0. All are 1 in a whole step.
+
+        Args:
+            index: the step.
+            kept: which of the batch's samples are left, as `Sample.kept`; None for all of them.
         """
-        count = self.count(index)
         _, size = self._step(index)
-        return np.full(max(count, 1), count * self.world_size / size, np.float32)
+        count = self.count(index)
+        rows = max(count, 1) if kept is None else len(kept)
+        return np.full(rows, min(count, rows) * self.world_size / size, np.float32)
 
     def _step(self, index: int) -> tuple[int, int]:
         """Returns where a step begins in the epoch, and how many samples all ranks have in it together."""

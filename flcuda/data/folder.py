@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
+from flcuda.data.chain import checked_index, checked_indices
 from flcuda.data.dataset import ImageData, TransformDataset, epoch_order
-from flcuda.data.decode import IMAGE_SUFFIXES, Decoder, pillow_image, read_header
+from flcuda.data.decode import IMAGE_SUFFIXES, DecodeError, Decoder, Header, pillow_image, read_header
 from flcuda.data.images import ImageBatch
 from flcuda.data.transforms import Draws, Normalize
 
@@ -53,8 +54,7 @@ class ImageFiles:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} samples")
+        index = checked_index(index, len(self))
         image = pillow_image(self.files[index], self.decoder.channels)
         return np.array(image).reshape(image.height, image.width, self.decoder.channels), self.labels[index]
 
@@ -63,11 +63,34 @@ class ImageFiles:
 
         Raises:
             DecodeError: an image is broken; when the decoder skips, only if none of them is left.
+            IndexError: an index out of range.
+            ValueError: no index.
         """
+        fields, kept, errors = self._decoded(indices)
+        if not len(kept):
+            raise errors[0].fresh()
+        images, labels = fields
+        return images, labels
+
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64]]:  # noqa: ARG002
+        """Returns what is left of a batch, and which of the samples it is; see `KeepsSome`."""
+        return self._decoded(indices)[:2]
+
+    def _decoded(
+        self, indices: NDArray[np.int64]
+    ) -> tuple[tuple[Any, ...], NDArray[np.int64], tuple[DecodeError, ...]]:
+        indices = some_indices(indices, len(self))
         decoded = self.decoder.decode([self.files[index] for index in indices])
-        if decoded.batch is None:
-            raise decoded.errors[0]
-        return decoded.batch, self.labels[indices[decoded.kept]]
+        fields = () if decoded.batch is None else (decoded.batch, self.labels[indices[decoded.kept]])
+        return fields, decoded.kept, decoded.errors
+
+
+def some_indices(indices: ArrayLike, length: int) -> NDArray[np.int64]:
+    """Returns indices as `checked_indices` does; ValueError when there is none."""
+    places = checked_indices(indices, length)
+    if not len(places):
+        raise ValueError("indices must be at least one")
+    return places
 
 
 class ImageFolder:
@@ -110,9 +133,7 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} samples")
-        images, labels = self.batch(np.array([index % len(self)], np.int64), 0)
+        images, labels = self.batch(np.array([checked_index(index, len(self))], np.int64), 0)
         return images[0], labels[0]
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -233,10 +254,11 @@ def image_files(path: Path | str, decoder: Decoder | None = None) -> ImageTree:
 
     Raises:
         FileNotFoundError, NotADirectoryError: no such folder.
-        ValueError: no classes or images to divide, or a broken file.
+        ValueError: no classes or images to divide; a broken file, or none but broken ones where the decoder skips.
     """
     split = split_folder(path)
-    side, channels = _survey([*split.train[0], *split.test[0]])
+    skip = decoder is not None and decoder.on_error == "skip"
+    side, channels = _survey([*split.train[0], *split.test[0]], skip=skip)
     decoder = Decoder(channels=channels) if decoder is None else decoder
     return ImageTree(
         ImageFiles(*split.train, decoder), ImageFiles(*split.test, decoder), split.classes, side, split.note
@@ -296,7 +318,12 @@ def _class_names(folder: Path, least: int) -> tuple[str, ...]:
 def _read_labels(file: Path) -> dict[str, str]:
     """Returns the class names by sub-folder, in the order of the lines."""
     names: dict[str, str] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        # Some editors begin a file with a mark of its encoding.
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         folder, comma, name = (part.strip() for part in line.partition(","))
@@ -351,9 +378,24 @@ def _split(
     return np.concatenate(train), np.concatenate(test)
 
 
-def _survey(files: Sequence[Path]) -> tuple[int, int]:
-    """Returns the median shorter side of evenly spread files, and 1 channel when every file is one of them and grey."""
+def _survey(files: Sequence[Path], *, skip: bool = False) -> tuple[int, int]:
+    """Returns the median shorter side of evenly spread files, and 1 channel when every file is one of them and grey.
+
+    Args:
+        files: at least one.
+        skip: leave out what cannot be read, unless it is all.
+    """
     step = max(1, -(-len(files) // _SAMPLED_HEADERS))
-    headers = [read_header(file) for file in files[::step]]
+    headers: list[Header] = []
+    first: DecodeError | OSError | None = None
+    for file in files[::step]:
+        try:
+            headers.append(read_header(file))
+        except (DecodeError, OSError) as error:
+            if not skip:
+                raise
+            first = first or error
+    if not headers and first is not None:
+        raise first
     grey = step == 1 and all(header.mode in _GREY_MODES for header in headers)
     return int(np.median([min(header.height, header.width) for header in headers])), 1 if grey else 3

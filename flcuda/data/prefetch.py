@@ -7,13 +7,20 @@ Note [ending]: an iteration ends when its last sample was taken and another is a
 loop for whatever reason, and when it is closed. All of these lead to `_Pipeline.close`, on whatever thread the garbage
 collector happens to run. The threads know the pipeline, and nothing of them knows the `Iteration`, whose end is what
 closes the pipeline. A thread cannot be ended from outside: a worker ends when the data set has given the sample that
-it is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more.
+it is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more. Only
+a caller of `close` waits for so long. Who is interrupted, or lets go of the iteration (which Ctrl-C in a loop's body
+does: nobody can tell it from `break`), waits for `HASTE_S`, and one more thread does the rest.
 
-Note [capture]: the threads allocate, record and wait on the copy stream while the consumer may be capturing a CUDA
+Note [errors]: whatever becomes of a thread, it publishes an outcome for the step that it is at: a step without one
+would be waited for for ever.
+
+Note [capture]: the threads allocate, record and wait on streams of their own while the consumer may be capturing a CUDA
 graph. That is allowed while the capture's mode is "relaxed" (CuPy's own) or "thread local", not "global". They never
 touch a stream of the consumer's. The consumer cannot take, release or first read a sample within a capture.
 """
 
+import contextlib
+import enum
 import operator
 import os
 import threading
@@ -21,12 +28,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 
 from flcuda import device as devices
-from flcuda.data.chain import Dataset, sample_of
+from flcuda.data.chain import Chain, Dataset, add_note, sample_kept
 from flcuda.data.sample import CudaLink, Link, Ring, RingMemory, Sample
 from flcuda.data.transforms import Draws, Transform
 from flcuda.device import Device
@@ -34,6 +41,9 @@ from flcuda.errors import FlcudaError
 
 PATIENCE_S = 5.0
 """The end of an iteration waits at most so many seconds for a data set that is still at a sample."""
+
+HASTE_S = 0.4
+"""After Ctrl-C, and when the iteration is let go of, its end is waited for at most so many seconds."""
 
 MOST_WORKERS = 8
 """Workers by default, unless there are fewer cores: each holds a sample in memory, and decoders have threads too."""
@@ -64,7 +74,11 @@ class PrefetchDataset:
     end with it, see `Iteration`.
 
     The samples of an epoch are the same whatever the depth, the workers and the device. Memory is bounded: `depth`
-    pinned and device buffers as large as the largest sample and an eighth, and a sample in each worker.
+    pinned and device buffers as large as the largest sample and an eighth, and a sample in each worker; of fields that
+    the data set makes on the device, as many samples more as there are buffers.
+
+    A batch that the data set could serve in part (see `flcuda.data.chain.KeepsSome`) is served so, and `Sample.kept`
+    says what is left; one of which nothing is left is passed over and counted, see `Iteration.skipped`.
 
     A data set of one's own is called from several threads. If it keeps the epoch as a state, its `set_epoch` must not
     be called while an iteration runs.
@@ -105,7 +119,8 @@ class PrefetchDataset:
             workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
         self.workers = _at_least("workers", workers, 0)
         self.transforms = tuple(transforms)
-        if any(transform is not None for transform in self.transforms) and not hasattr(dataset, "draws"):
+        is_changed = any(transform is not None for transform in self.transforms)
+        if is_changed and not callable(getattr(dataset, "draws", None)):
             raise TypeError(
                 f"transforms need a data set of batches, such as BatchDataset, not a {type(dataset).__name__}"
             )
@@ -125,7 +140,8 @@ class PrefetchDataset:
     @property
     def epoch(self) -> int:
         """Which epoch the next iteration is of."""
-        return int(getattr(self.dataset, "epoch", self._epoch))
+        # Another's attribute of this name may be anything.
+        return self.dataset.epoch if isinstance(self.dataset, Chain) else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is of, here and in the data set.
@@ -138,7 +154,7 @@ class PrefetchDataset:
         """
         self._epoch = _at_least("epoch", epoch, 0)
         below = getattr(self.dataset, "set_epoch", None)
-        if below is not None:
+        if callable(below):
             below(self._epoch)
 
     def __iter__(self) -> "Iteration":
@@ -175,6 +191,9 @@ class Iteration(Iterator[Sample]):
     The sample before is released when the next is taken. The end of the pass, an exception of the data set, `close`,
     and letting go of the iteration (a `break` out of the loop, an exception in it) release all samples, end all
     threads and free all buffers.
+
+    Attributes:
+        skipped: steps so far that were passed over because the data set could serve nothing of them.
     """
 
     def __init__(self, pipeline: "_Pipeline", start: int, stop: int) -> None:
@@ -182,7 +201,8 @@ class Iteration(Iterator[Sample]):
         self._step = start
         self._stop = stop
         self._sample: Sample | None = None
-        self._finalizer = weakref.finalize(self, pipeline.close)
+        self.skipped = 0
+        self._finalizer = weakref.finalize(self, pipeline.close, HASTE_S)
         try:
             pipeline.start()
         except BaseException:
@@ -207,36 +227,56 @@ class Iteration(Iterator[Sample]):
         if self._sample is not None:
             self._sample.release()
             self._sample = None
-        if self._step >= self._stop:
-            self.close()
-            raise StopIteration
-        try:
-            outcome = self._pipeline.take(self._step)
-        except BaseException:
-            self.close()
-            raise
-        if isinstance(outcome, BaseException):
-            self.close()
+        while self._step < self._stop:
             try:
-                raise outcome
-            finally:
-                # The traceback has this frame: no cycle, which would keep what it refers to for longer.
-                del outcome
-        self._step += 1
-        self._sample = outcome
-        return outcome
+                outcome = self._pipeline.take(self._step)
+            except BaseException as error:
+                self._close(_patience(error))
+                raise
+            if isinstance(outcome, BaseException):
+                self._close(_patience(outcome))
+                try:
+                    raise outcome
+                finally:
+                    # The traceback has this frame: no cycle, which would keep what it refers to for longer.
+                    del outcome
+            self._step += 1
+            if isinstance(outcome, Sample):
+                outcome.skipped = self.skipped
+                self._sample = outcome
+                return outcome
+            self.skipped += 1
+        self.close()
+        raise StopIteration
 
     def close(self) -> None:
         """Ends the iteration now; idempotent."""
+        self._close(PATIENCE_S)
+
+    def _close(self, patience_s: float) -> None:
         self._sample = None
-        self._pipeline.close()
+        self._pipeline.close(patience_s)
         self._finalizer.detach()
 
     def __enter__(self) -> "Iteration":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close(_patience(error))
+
+
+def _patience(error: BaseException | None) -> float:
+    return HASTE_S if isinstance(error, KeyboardInterrupt) else PATIENCE_S
+
+
+class _Nothing(enum.Enum):
+    """The outcome of a step of which nothing could be served."""
+
+    LEFT = enum.auto()
+
+
+_T = TypeVar("_T")
+_Outcome = Sample | BaseException | _Nothing
 
 
 class _Load:
@@ -256,36 +296,50 @@ class _Load:
         self._epoch = epoch
         self._link = link
 
-    def __call__(self, step: int) -> tuple[Sample, list[Any]]:
-        """Returns a sample and what is to be staged for it: its fields and the parameters of its transforms."""
-        fields = list(sample_of(self._dataset, step, self._epoch))
+    def __call__(self, step: int) -> tuple[Sample, list[Any]] | None:
+        """Returns a sample and what is to be staged for it: its fields and the parameters of its transforms.
+
+        None when nothing of the step is left.
+        """
+        served, kept = sample_kept(self._dataset, step, self._epoch)
+        if kept is not None and not len(kept):
+            return None
+        fields = list(served)
         if not self._transforms:
-            return Sample(step, self._epoch, self._link), fields
-        count = len(fields)
-        changes: list[Callable[[list[Any]], None]] = []
+            return Sample(step, self._epoch, self._link, kept=kept), fields
+        count, epoch = len(fields), self._epoch
+        changes: list[tuple[int, Callable[[list[Any]], None]]] = []
         for place, transform in self._transforms:
             if place >= count:
                 raise ValueError(f"transforms[{place}] has no field: the samples have {count}")
             # As in a TransformDataset.
             draws = self._dataset.draws(step, self._epoch, self._seed).with_stream(256 * place)
+            if kept is not None:
+                draws = draws.take(kept)
             if len(draws.indices) != len(fields[place]):
                 raise ValueError(
                     f"transforms[{place}]: field {place} has {len(fields[place])} rows and the batch "
-                    f"{len(draws.indices)} samples: its random numbers cannot be told apart"
+                    f"{len(draws.indices)} samples: its random numbers cannot be told apart; a data set that leaves "
+                    "samples out must say by batch_kept which are left"
                 )
             if isinstance(transform, DeviceTransform):
                 fields.append(transform.parameters(fields[place], draws))
-                changes.append(_changed(place, transform, len(fields) - 1))
+                changes.append((place, _changed(place, transform, len(fields) - 1)))
             else:
-                changes.append(_transformed(place, transform, draws))
+                changes.append((place, _transformed(place, transform, draws)))
 
         def finish(arrived: list[Any]) -> list[Any]:
             arrived = list(arrived)
-            for change in changes:
-                change(arrived)
+            for place, change in changes:
+                try:
+                    change(arrived)
+                except Exception as error:
+                    note = f"while transforms[{place}] changed field {place} of sample {step} of epoch {epoch}"
+                    add_note(error, note + self._names(step), "transforms")
+                    raise
             return arrived[:count]
 
-        return Sample(step, self._epoch, self._link, finish), fields
+        return Sample(step, epoch, self._link, finish, kept=kept), fields
 
     def explain(self, error: BaseException, step: int) -> BaseException:
         """Returns an error with a note that says where it comes from, fit to be raised out of `__next__`."""
@@ -294,7 +348,7 @@ class _Load:
             cause, error = error, RuntimeError("the data set raised StopIteration for a sample")
             error.__cause__ = cause
         note = f"while sample {step} of epoch {self._epoch} of a {type(self._dataset).__name__} was loaded"
-        error.add_note(note + self._names(step))
+        add_note(error, note + self._names(step), "prefetch")
         return error
 
     def _names(self, step: int) -> str:
@@ -344,10 +398,11 @@ class _Pipeline:
         self._next = start
         # Which step may be staged in each slot: the copy of the one before is queued.
         self._turn = [start + (place - start) % self._depth for place in range(self._depth)]
-        self._staged: dict[int, Sample | BaseException] = {}
-        self._ready: dict[int, Sample | BaseException] = {}
+        self._staged: dict[int, _Outcome] = {}
+        self._ready: dict[int, _Outcome] = {}
         self._threads: tuple[threading.Thread, ...] = ()
         self._ending = threading.RLock()
+        self._own_stream: Any = None  # to load on, of a consumer that loads by itself
 
     def start(self) -> None:
         """Begins to load."""
@@ -361,38 +416,55 @@ class _Pipeline:
         for thread in self._threads:
             thread.start()
 
-    def take(self, step: int) -> Sample | BaseException:
+    def take(self, step: int) -> _Outcome:
         """Waits for a step's outcome. All samples before it have been released."""
         if self._is_synchronous:
-            return self._load_now(step)
-        with self._condition:
-            if not self._wait_for(lambda: step in self._ready):
-                raise FlcudaError(f"the iteration was closed by another thread while sample {step} was waited for")
-            return self._ready.pop(step)
+            outcome = self._load_now(step)
+        else:
+            with self._condition:
+                if not self._wait_for(lambda: step in self._ready):
+                    raise FlcudaError(f"the iteration was closed by another thread while sample {step} was waited for")
+                outcome = self._ready.pop(step)
+        # Here, as workers at later steps may have raised the same exception.
+        return self._load.explain(outcome, step) if isinstance(outcome, BaseException) else outcome
 
     def notify(self) -> None:
         """Wakes the threads up: a sample was released."""
         with self._condition:
             self._condition.notify_all()
 
-    def close(self) -> None:
-        """Ends everything; idempotent. See Note [ending]."""
+    def close(self, patience_s: float) -> None:
+        """Ends everything; idempotent. See Note [ending].
+
+        Args:
+            patience_s: how long to wait for the threads; what is left to do then is another thread's.
+        """
         self._stopping = True
+        now = time.monotonic()
+        deadline = now + PATIENCE_S
         is_own = threading.current_thread() in self._threads
-        if is_own or not self._condition.acquire(timeout=_LOCK_PATIENCE_S):
+        if is_own or not self._condition.acquire(timeout=min(patience_s, _LOCK_PATIENCE_S)):
             # The garbage collector has chosen a thread that cannot be waited for, or the holder of the lock.
-            threading.Thread(target=self._end, name="flcuda prefetch end", daemon=True).start()
+            self._end_elsewhere(deadline)
             return
         self._condition.release()
-        self._end()
+        self.notify()
+        if patience_s < PATIENCE_S and not self._are_over(now + patience_s):
+            # Here and now, as whoever reads them is here.
+            self.ring.abandon()
+            self._end_elsewhere(deadline)
+            return
+        self._end(deadline)
 
-    def _end(self) -> None:
+    def _end_elsewhere(self, deadline: float) -> None:
+        # At the interpreter's end no thread can be started, and nothing needs to be freed.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._end, args=(deadline,), name="flcuda prefetch end", daemon=True).start()
+
+    def _end(self, deadline: float) -> None:
         with self._ending:
             self.notify()
-            deadline = time.monotonic() + PATIENCE_S
-            for thread in self._threads:
-                if thread.is_alive():  # not one that could not be started
-                    thread.join(max(0.0, deadline - time.monotonic()))
+            self._are_over(deadline)
             busy = [thread.name for thread in self._threads if thread.is_alive()]
             self._threads = ()
             self._staged.clear()
@@ -402,33 +474,56 @@ class _Pipeline:
             message = f"the data set has not returned for {PATIENCE_S:g} s: {', '.join(busy)} will end when it does"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
+    def _are_over(self, deadline: float) -> bool:
+        """Waits until the threads have ended, at most until the deadline; says whether they have."""
+        threads = [thread for thread in self._threads if thread.is_alive()]  # not one that could not be started
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
         """Waits, with the lock held, until something is so; False when the iteration ends."""
         self._condition.wait_for(lambda: self._stopping or is_so())
         return not self._stopping
 
-    def _load_now(self, step: int) -> Sample | BaseException:
-        try:
+    def _load_now(self, step: int) -> _Outcome:
+        if self._link is not None and self._own_stream is None:
+            self._own_stream = self._link.new_stream()
+        with _used(self._link, self._own_stream):
+            outcome = _caught(self._stage_now, step)
+        if isinstance(outcome, Sample):
             with _used(self._link):
-                sample, fields = self._load(step)
-                slot = self.ring.slot(step)
-                slot.stage(sample, fields)
-                return slot.send()
-        except Exception as error:
-            return self._load.explain(error, step)
+                outcome = _caught(lambda step: self.ring.slot(step).send(), step)
+        return outcome
+
+    def _stage_now(self, step: int) -> _Outcome:
+        loaded = self._load(step)
+        if loaded is None:
+            return _Nothing.LEFT
+        self.ring.slot(step).stage(*loaded)
+        return loaded[0]
 
     def _work(self) -> None:
+        stream = None
         while (step := self._take_step()) is not None:
+            outcome: _Outcome | None = FlcudaError(f"the worker that loaded sample {step} has died")
             try:
-                with _used(self._link):
-                    outcome: Sample | BaseException | None = self._stage(step)
-            except BaseException as error:
-                outcome = self._load.explain(error, step)
+                try:
+                    if self._link is not None and stream is None:
+                        stream = self._link.new_stream()
+                    with _used(self._link, stream):
+                        outcome = _caught(self._stage, step)
+                except BaseException as error:
+                    outcome = error
+            finally:
+                if outcome is not None:
+                    with self._condition:
+                        if isinstance(outcome, BaseException):
+                            self._next = self._stop  # nothing after it will be asked for
+                        self._staged[step] = outcome
+                        self._condition.notify_all()
             if outcome is None:
                 return
-            with self._condition:
-                self._staged[step] = outcome
-                self._condition.notify_all()
             # A traceback has this frame: no cycle, which would keep what it refers to for longer.
             outcome = None
 
@@ -440,9 +535,12 @@ class _Pipeline:
             self._next += 1
             return step
 
-    def _stage(self, step: int) -> Sample | None:
+    def _stage(self, step: int) -> _Outcome | None:
         """Loads a step and writes it into its slot when it is its turn; None when the iteration ends."""
-        sample, fields = self._load(step)
+        loaded = self._load(step)
+        if loaded is None:
+            return _Nothing.LEFT
+        sample, fields = loaded
         with self._condition:
             if not self._wait_for(lambda: self._turn[step % self._depth] == step):
                 return None
@@ -453,36 +551,49 @@ class _Pipeline:
 
     def _send_all(self) -> None:
         for step in range(self._start, self._stop):
-            outcome = self._send(step)
-            if outcome is None:
-                return
-            with self._condition:
-                self._turn[step % self._depth] = step + self._depth
-                self._ready[step] = outcome
-                self._condition.notify_all()
-            if isinstance(outcome, BaseException):
+            outcome: _Outcome | None = FlcudaError(f"the thread that sent sample {step} has died")
+            try:
+                try:
+                    outcome = self._send(step)
+                except BaseException as error:
+                    outcome = error
+            finally:
+                if outcome is not None:
+                    with self._condition:
+                        self._turn[step % self._depth] = step + self._depth
+                        self._ready[step] = outcome
+                        self._condition.notify_all()
+            if outcome is None or isinstance(outcome, BaseException):
                 return
 
-    def _send(self, step: int) -> Sample | BaseException | None:
+    def _send(self, step: int) -> _Outcome | None:
         """Queues the copy of a step when it is staged and its slot is free; None when the iteration ends."""
         with self._condition:
             if not self._wait_for(lambda: step in self._staged):
                 return None
             outcome = self._staged.pop(step)
-            if isinstance(outcome, BaseException):
+            if not isinstance(outcome, Sample):
                 return outcome
             slot = self.ring.slot(step)
             if not self._wait_for(lambda: slot.is_free):
                 return None
-        try:
-            with _used(self._link):
-                return slot.send()
-        except BaseException as error:
-            return self._load.explain(error, step)
+        with _used(self._link):
+            return _caught(lambda _: slot.send(), step)
 
 
-def _used(link: Link | None) -> Any:
-    return devices.CPU.use() if link is None else link.use()
+def _caught(act: Callable[[int], _T], step: int) -> _T | BaseException:
+    """Returns what is made of a step, or the exception.
+
+    For the inside of `_used`: a context manager sets the traceback of what passes it, which some exceptions refuse.
+    """
+    try:
+        return act(step)
+    except BaseException as error:
+        return error
+
+
+def _used(link: Link | None, stream: Any = None) -> Any:
+    return devices.CPU.use() if link is None else link.use(stream)
 
 
 def _at_least(name: str, value: int, least: int) -> int:

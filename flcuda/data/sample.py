@@ -3,10 +3,14 @@
 A `Ring` has a few slots, each with one pinned and one device buffer that are used again and again. A sample passes a
 slot in three steps, each by another thread of the prefetcher:
 
-- `stage` (a worker): the fields are written into the pinned buffer, once the copy before has left it.
-- `send` (one thread for all slots): the pinned buffer is copied into the device buffer on the one copy stream, which
-  first waits for what the readers of the sample before had queued when they released it.
+- `stage` (a worker): the fields of the host are written into the pinned buffer, once the copy before has left it. Those
+  of the device may still be in the making, on the worker's current stream.
+- `send` (one thread for all slots): both are copied into the device buffer on the one copy stream, which first waits
+  for the worker's stream, and for what the readers of the sample before had queued when they released it.
 - `Sample.arrays` (the consumer): the consumer's current stream waits for the copy; the host does not.
+
+Workers have streams of their own: on the copy stream what they make on the device would wait for the readers. So the
+copy stream does not order what they allocate next after the copies, and their fields are kept until those are done.
 
 Buffers never move on before an event says so, and events wait on the device. The host waits in `stage` only, for the
 copy out of that pinned buffer.
@@ -44,7 +48,7 @@ Finish = Callable[[list[Any]], Sequence[Any]]
 
 
 class Link(Protocol):
-    """The way to a device: page-locked and device memory, one copy stream, and events.
+    """The way to a device: page-locked and device memory, one copy stream, others to load on, and events.
 
     Streams and events are opaque; a stream is hashable. `stream` and `follow` are called by consumers, everything else
     inside of `use`.
@@ -52,8 +56,12 @@ class Link(Protocol):
 
     device: Device
 
-    def use(self) -> AbstractContextManager[Any]:
-        """Makes the device and the copy stream this thread's current ones."""
+    def use(self, stream: Any = None) -> AbstractContextManager[Any]:
+        """Makes the device and a stream, by default the copy stream, this thread's current ones."""
+        ...
+
+    def new_stream(self) -> Any:
+        """Returns a stream to load on, which waits for no other and no other for it; may be called outside of `use`."""
         ...
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
@@ -105,12 +113,12 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the copy stream back, and the memory that was allocated in its order."""
+        """Gives the streams back, and the memory that was allocated in their order."""
         ...
 
 
 class CudaLink:
-    """The link to a CUDA device by CuPy, with a copy stream of its own.
+    """The link to a CUDA device by CuPy, with streams of its own.
 
     The buffers are neither of CuPy's pools. A pool would keep page-locked memory for ever, and device memory in the
     order of a stream that is no more when a consumer lets go of its last arrays.
@@ -125,13 +133,21 @@ class CudaLink:
         with device.use():
             # Non-blocking: the legacy default stream, on which consumers work by default, must not wait for copies.
             self._copy = self._cuda.Stream(non_blocking=True)
+            self._others: list[Any] = []
             self._allocator = self._cuda.get_allocator()
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
-        """Makes the device and the copy stream this thread's current ones."""
-        with self.device.use(), self._copy:
+    def use(self, stream: Any = None) -> Iterator[None]:
+        """Makes the device and a stream, by default the copy stream, this thread's current ones."""
+        with self.device.use(), self._copy if stream is None else stream:
             yield
+
+    def new_stream(self) -> Any:
+        """Returns a stream to load on, which waits for no other and no other for it; may be called outside of `use`."""
+        with self.device.use():
+            stream = self._cuda.Stream(non_blocking=True)
+        self._others.append(stream)
+        return stream
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Allocates page-locked host memory, which is freed with the array."""
@@ -206,11 +222,13 @@ class CudaLink:
         self._copy.synchronize()
 
     def close(self) -> None:
-        """Gives the copy stream back, and the blocks that data sets allocated in its order."""
+        """Gives the streams back, and the blocks that data sets allocated in their order."""
         pool = getattr(self._allocator, "__self__", None)
         if isinstance(pool, self._cuda.MemoryPool):
             with self.device.use():
-                pool.free_all_blocks(stream=self._copy)
+                for stream in (self._copy, *self._others):
+                    pool.free_all_blocks(stream=stream)
+        self._others = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +275,24 @@ class Sample:
     Attributes:
         index: its place in the data set, the step of the epoch.
         epoch: counted from 0.
+        kept: for a batch of a data set that leaves out what it cannot serve, which of the batch's samples are in it:
+            int64 (n,), NumPy, rising; `DistributedDataset.weights` takes it. None where the data set does not say.
+        skipped: steps of the iteration so far that were passed over because nothing of them could be served.
     """
 
-    def __init__(self, index: int, epoch: int, link: Link | None = None, finish: Finish | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        epoch: int,
+        link: Link | None = None,
+        finish: Finish | None = None,
+        *,
+        kept: NDArray[np.int64] | None = None,
+    ) -> None:
         self.index = index
         self.epoch = epoch
+        self.kept = kept
+        self.skipped = 0
         self._link = link
         self._finish = finish
         self._fields: list[Any] | None = None
@@ -353,6 +384,10 @@ class Sample:
     def __len__(self) -> int:
         return len(self.arrays())
 
+    def __bool__(self) -> bool:
+        # By its length otherwise, which a released sample does not tell.
+        return True
+
     def __getitem__(self, place: int) -> Any:
         return self.arrays()[place]
 
@@ -408,6 +443,13 @@ class Ring:
             max((slot.largest for slot in self.slots), default=0),
         )
 
+    def abandon(self) -> None:
+        """Releases the samples that consumers hold; nothing may be sent any more."""
+        for slot in self.slots:
+            sample = slot.held
+            if sample is not None:
+                sample._abandon()
+
     def close(self) -> None:
         """Releases all samples and frees everything, after all copies and all queued reads; idempotent.
 
@@ -451,6 +493,8 @@ class Slot:
         self.held: Sample | None = None
         self._link = link
         self._sent: Any = None  # the event after the last copy
+        self._made: Any = None  # the event after which the staged fields of the device are whole
+        self._sources: list[Any] = []  # the fields of the device whose copies may not be done
         self._layout: _Layout | None = None
         self._fields: list[Any] = []
 
@@ -464,7 +508,8 @@ class Slot:
 
         Args:
             sample: a new one, of this link.
-            fields: numbers, arrays of the host or of the device, and `ImageBatch`es of such; borrowed.
+            fields: numbers, arrays of the host or of the device, and `ImageBatch`es of such; borrowed. Those of the
+                device are made on the current stream.
 
         Raises:
             TypeError: a field of another kind.
@@ -477,6 +522,8 @@ class Slot:
             layout = _Layout(fields, link)
             if self._sent is not None:
                 link.wait(self._sent)
+            self._sources = []
+            self._made = link.record(link.stream()) if layout.has_residents else None
             if self.pinned is None or self.pinned.nbytes < layout.host_bytes:
                 size = _capacity(layout.host_bytes, self.pinned)
                 self.pinned = None  # freed before the larger one is asked for
@@ -506,7 +553,10 @@ class Slot:
                 self.device = link.memory(size)
             if layout.host_bytes and self.pinned is not None:
                 link.copy(self.pinned[: layout.host_bytes], self.device[: layout.host_bytes])
-            layout.copy_residents(self.device, link)
+            if self._made is not None:
+                link.follow(self._made)
+                self._made = None
+            self._sources = layout.copy_residents(self.device, link)
             self._sent = sample._ready = link.record()
             sample._fields = layout.read(self.device)
         self._fields, self._layout = [], None
@@ -523,8 +573,8 @@ class Slot:
 
     def clear(self) -> None:
         """Lets go of everything."""
-        self.pinned = self.device = self.staged = self.held = self._sent = self._layout = None
-        self._fields = []
+        self.pinned = self.device = self.staged = self.held = self._sent = self._made = self._layout = None
+        self._fields, self._sources = [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +615,7 @@ class _Layout:
         self._arrays: list[Any] = arrays
         self._parts: list[_Part] = [_Part(0, (), np.dtype(np.uint8), ())] * len(arrays)
         self._resident = [link.is_resident(array) for array in arrays]
+        self.has_residents = any(self._resident)
         end = 0
         for resident in (False, True):
             for i, array in enumerate(arrays):
@@ -584,12 +635,15 @@ class _Layout:
                 part.view(buffer)[...] = self._arrays[i]
                 self._arrays[i] = None
 
-    def copy_residents(self, buffer: Array, link: Link) -> None:
-        """Queues copies of the device's arrays into a buffer, and lets go of them."""
+    def copy_residents(self, buffer: Array, link: Link) -> list[Any]:
+        """Queues copies of the device's arrays into a buffer, lets go of them, and returns them."""
+        sources = []
         for i, part in enumerate(self._parts):
             if self._resident[i]:
                 link.copy_resident(self._arrays[i], part.view(buffer))
+                sources.append(self._arrays[i])
                 self._arrays[i] = None
+        return sources
 
     def read(self, buffer: Array) -> list[Any]:
         """Returns the fields as views of a buffer."""

@@ -4,8 +4,10 @@ A transform is called with a batch and its `Draws`. The random numbers of a samp
 sample) alone, so a sample is changed in the same way whatever the batch size, the order or the number of workers.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,8 +19,11 @@ from flcuda.ops import augment as ops
 
 # Marks the counters of this module: the same seed also draws initial values and dropout masks.
 _COUNTER_TAG = 0xDA7A0000
-# Streams of one transform: a composed one takes the numbers between.
+# Streams of one transform: composed ones take the numbers between, so many in a row.
 _STREAMS_APART = 16
+# Those that there is no room for between have streams that no field reaches, which are 256 apart for at most 256.
+_BLOCK = 1 << 16
+_BLOCKS = 16
 # Of a random part of an image, as in torchvision.
 _ATTEMPTS = 10
 
@@ -29,13 +34,13 @@ class Draws:
 
     Args:
         seed: an integer of at most 64 bits.
-        epoch: counted from 0.
+        epoch: counted from 0; one for all samples, or int64 (N,), each sample's own.
         indices: int64 (N,), each sample's place in its data set.
-        stream: which of the independent streams of each sample to draw from, 0 to 65535.
+        stream: which of the independent streams of each sample to draw from, 0 to 2**20 - 1.
     """
 
     seed: int
-    epoch: int
+    epoch: int | NDArray[np.int64]
     indices: NDArray[np.int64]
     stream: int = 0
 
@@ -45,7 +50,7 @@ class Draws:
         indices = np.asarray(self.indices).astype(np.uint64)
         counters[:, 0] = indices & np.uint64(0xFFFFFFFF)
         counters[:, 1] = indices >> np.uint64(32)
-        counters[:, 2] = np.uint32(self.epoch & 0xFFFFFFFF)
+        counters[:, 2] = self.epoch & 0xFFFFFFFF
         counters[:, 3] = np.uint32(_COUNTER_TAG + self.stream)
         words = rng.philox4x32(counters, seed_key(self.seed))
         return np.asarray(words, np.float64) * 2.0**-32
@@ -53,6 +58,11 @@ class Draws:
     def with_stream(self, stream: int) -> "Draws":
         """Returns the same samples' numbers of another stream."""
         return replace(self, stream=stream)
+
+    def take(self, rows: NDArray[np.int64]) -> "Draws":
+        """Returns the numbers of some of the samples: `rows` are their places among them."""
+        epoch = self.epoch[rows] if isinstance(self.epoch, np.ndarray) else self.epoch
+        return replace(self, epoch=epoch, indices=np.asarray(self.indices)[rows])
 
 
 class Transform(Protocol):
@@ -160,6 +170,7 @@ class Augment:
         channels: of the result; those that the images do not have are zeros. None for those of the images.
 
     Raises:
+        TypeError: an argument is of another kind; names it.
         ValueError: an argument is out of range; names it.
     """
 
@@ -180,6 +191,36 @@ class Augment:
     channels: int | None = None
 
     def __post_init__(self) -> None:
+        self._settle("size", _whole, "one whole number or two", (1, 2))
+        self._settle("sides", _whole, "one whole number or two", (1, 2))
+        self._settle("scale", _real, "two numbers, the least and the largest", (2,))
+        self._settle("ratio", _real, "two numbers, the least and the largest", (2,))
+        for name in ("flip", "brightness", "contrast", "saturation", "hue"):
+            self._settle(name, _real, "a number", (1,))
+        for name in ("mean", "std"):
+            self._settle(name, _real, "a sequence of numbers, one a channel", None)
+        self._settle("channels", _whole, "a whole number", (1,))
+        self._check()
+
+    def _settle(self, name: str, convert: Callable[[Any], Any], kinds: str, lengths: tuple[int, ...] | None) -> None:
+        """Makes an argument Python's own numbers, so that equal ones are equal; of None for lengths a sequence."""
+        value = getattr(self, name)
+        if value is None and name in ("sides", "mean", "std", "channels"):
+            return
+        try:
+            if lengths is not None and 1 in lengths and not np.ndim(value):
+                settled = convert(value)
+            elif lengths == (1,) or isinstance(value, str | bytes):
+                raise TypeError
+            else:
+                settled = tuple(convert(item) for item in value)
+        except TypeError:
+            raise TypeError(f"{name} must be {kinds}, not {value!r}") from None
+        if lengths is not None and isinstance(settled, tuple) and len(settled) not in lengths:
+            raise ValueError(f"{name} must be {kinds}, not {value!r}")
+        object.__setattr__(self, name, settled)
+
+    def _check(self) -> None:
         if len(self.shape) != 2 or min(self.shape) < 1:
             raise ValueError(f"size must be positive, one number or two, not {self.size}")
         if self.crop not in ("random-resized", "resize-then-crop", "centre"):
@@ -319,7 +360,7 @@ class Augment:
             if not len(missing):
                 break
             stream = draws.stream + (2 + attempt) * _STREAMS_APART
-            numbers = replace(draws, indices=draws.indices[missing], stream=stream).uniform()
+            numbers = draws.take(missing).with_stream(stream).uniform()
             area = heights[missing] * widths[missing] * (self.scale[0] + numbers[:, 0] * np.ptp(self.scale))
             ratio = np.exp(logarithms[0] + numbers[:, 1] * (logarithms[1] - logarithms[0]))
             part = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=1)))
@@ -332,16 +373,51 @@ class Augment:
 
 
 class Compose:
-    """Applies transforms in order, each with a stream of random numbers of its own."""
+    """Applies transforms in order, each with a stream of random numbers of its own.
+
+    The streams are numbered as if composed ones among them stood there one by one.
+
+    Args:
+        *transforms: at most 256, with those that composed ones are made of.
+
+    Raises:
+        ValueError: too many.
+    """
 
     def __init__(self, *transforms: Transform) -> None:
         self.transforms = transforms
+        count = len(self._flat())
+        if count > _BLOCKS * _STREAMS_APART:
+            raise ValueError(f"transforms must be at most {_BLOCKS * _STREAMS_APART}, not {count}")
 
     def __call__(self, batch: NDArray[Any], draws: Draws) -> NDArray[Any]:
         """Returns the batch after all transforms."""
-        for place, transform in enumerate(self.transforms):
-            batch = transform(batch, draws.with_stream(draws.stream + place))
+        for place, transform in enumerate(self._flat()):
+            block, place_in_block = divmod(place, _STREAMS_APART)
+            batch = transform(batch, draws.with_stream(draws.stream + block * _BLOCK + place_in_block))
         return batch
+
+    def _flat(self) -> list[Transform]:
+        result: list[Transform] = []
+        for transform in self.transforms:
+            # Not of one that calls them in a way of its own.
+            if isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__:
+                result += transform._flat()
+            else:
+                result.append(transform)
+        return result
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise TypeError
+    return operator.index(value)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise TypeError
+    return float(value)
 
 
 def _sizes(batch: Any) -> NDArray[np.int32]:

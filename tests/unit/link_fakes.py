@@ -24,6 +24,21 @@ class Resident(np.ndarray):
     """An array in the memory of this device."""
 
 
+class Pool:
+    """Memory that is used again in the order of the stream that it was allocated on, as CuPy's pool does."""
+
+    def __init__(self) -> None:
+        self._free: collections.defaultdict[Any, list[np.ndarray]] = collections.defaultdict(list)
+
+    def empty(self, size: int, stream: Any) -> tuple[Resident, np.ndarray]:
+        """Returns an int32 array and, for what is queued, its memory."""
+        free = self._free[stream]
+        memory = free.pop() if free else np.full(size, -1, np.int32)
+        array = memory.view(Resident)
+        weakref.finalize(array, free.append, memory)
+        return array, memory
+
+
 class Event:
     def __init__(self) -> None:
         self.done = False
@@ -63,7 +78,7 @@ class FakeLink:
 
     # --- the consumer's side ---
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str = "loading") -> Stream:
         stream = Stream(name)
         self.streams.append(stream)
         return stream
@@ -90,8 +105,8 @@ class FakeLink:
     # --- a Link ---
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
-        with self.on(self.copy_stream):
+    def use(self, stream: Stream | None = None) -> Iterator[None]:
+        with self.on(self.copy_stream if stream is None else stream):
             yield
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
@@ -111,7 +126,10 @@ class FakeLink:
         self._queue(self.copy_stream, "run", lambda: np.copyto(target, source))
 
     def copy_resident(self, source: Any, target: Any) -> None:
-        self._queue(self.copy_stream, "run", lambda: np.copyto(target, source))
+        assert self.stream() is self.copy_stream
+        # The memory, not the array: what is queued keeps nothing from being used again.
+        memory = source.view(np.ndarray)
+        self._queue(self.copy_stream, "run", lambda: np.copyto(target, memory))
 
     def stream(self) -> Stream:
         return getattr(self._current, "stream", self.null)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.cells import cell_len
 
 from flcuda import cli
 from flcuda.cli import data as data_command
@@ -22,6 +23,13 @@ def make_folder(root: Path, counts: dict[str, int]) -> None:
         for number in range(count):
             pixels = rng.integers(0, 256, (12 + number, 20, 3), np.uint8)
             Image.fromarray(pixels).save(root / name / f"{number}{('.jpg', '.png')[number % 2]}")
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Standard output is a terminal of this width."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((width, 24)))
 
 
 @pytest.fixture
@@ -89,6 +97,40 @@ class TestCheck:
         Image.new("RGB", (9, 9)).save(folder / "cat" / "named.jpg", "PNG")
         assert cli.main(["data", "check", str(folder)]) == 0
         assert f"1 PNG files named .jpg, such as {folder / 'cat' / 'named.jpg'}" in capsys.readouterr().out
+
+    def test_several_pictures_of_a_phone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        picture = Image.new("RGB", (20, 12))
+        picture.save(folder / "cat" / "phone.jpg", "MPO", save_all=True, append_images=[picture])
+        assert cli.main(["data", "check", str(folder)]) == 0
+        out = capsys.readouterr().out
+        assert "all 8 images are whole" in out
+        assert ["JPEG", "RGB", "5"] in [line.split() for line in out.splitlines()]
+        assert "named" not in out
+
+    def test_lines_fit_a_terminal(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        terminal(monkeypatch, 80)
+        names = ["n" * 120 + ".jpg", "two  words " * 9 + ".png", "\u732b" * 60 + ".jpg"]
+        for name in names:
+            (folder / "cat" / name).write_bytes(b"")
+        Image.new("RGB", (9, 9)).save(folder / "cat" / ("m" * 90 + ".jpg"), "PNG")
+        assert cli.main(["data", "check", str(folder)]) == 1
+        out = capsys.readouterr().out
+        assert max(map(cell_len, out.splitlines())) <= 80
+        joined = out.replace("\n", "").replace(" ", "")
+        for name in names:
+            assert f"{folder}/cat/{name}isempty".replace(" ", "") in joined
+
+    def test_names_are_shown_without_control_characters(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        name = os.fsdecode(b"a\x1b[2J\nbroken: b\xff.jpg")
+        (folder / "cat" / name).write_bytes(b"")
+        (folder / "new\nline").mkdir()
+        assert cli.main(["data", "check", str(folder)]) == 1
+        out = capsys.readouterr().out
+        assert r"cat/a\x1b[2J\nbroken: b\udcff.jpg is empty" in out
+        assert r"new\nline" in out
+        assert all(character.isprintable() for character in out.replace("\n", ""))
 
     def test_a_folder_that_is_no_data_set_is_checked_too(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -190,8 +232,6 @@ class TestBench:
     def test_tables_fit_a_narrow_terminal(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-        monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 24)))
+        terminal(monkeypatch, 40)
         data_command._print_table(("stage", "images/s"), [("a very long name of a stage, 16 threads", "1,234,567")])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 40

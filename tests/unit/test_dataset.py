@@ -4,7 +4,10 @@ import gzip
 import pickle
 import struct
 import sys
+import types
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +147,35 @@ class TestFetch:
             data.fetch(data.ShuffleDataset(Broken()), np.arange(11))
         assert caught.value.__notes__ == ["sample 7 of 11 of a Broken"]
 
+    def test_an_error_that_is_raised_again_has_one_note(self) -> None:
+        broken = ZeroDivisionError("the same each time")
+
+        class Broken(Squares):
+            def __getitem__(self, index: int) -> tuple[np.ndarray, int, float]:
+                raise broken
+
+        dataset = Broken()
+        broken.add_note("its own")
+        for index in range(3):
+            with pytest.raises(ZeroDivisionError):
+                data.fetch(dataset, [index])
+            assert broken.__notes__ == ["its own", f"sample {index} of 11 of a Broken"]
+        again = pickle.loads(pickle.dumps(broken))
+        assert again.__notes__ == broken.__notes__
+
+    def test_an_error_that_takes_no_notes_is_raised_all_the_same(self) -> None:
+        @dataclass(frozen=True)
+        class FrozenError(Exception):
+            code: int
+
+        class Broken(Squares):
+            def __getitem__(self, index: int) -> tuple[np.ndarray, int, float]:
+                raise FrozenError(index)
+
+        with pytest.raises(FrozenError) as caught:
+            data.fetch(Broken(), [5])
+        assert caught.value.code == 5
+
     def test_a_mapping_has_no_order(self) -> None:
         class Mapped(Squares):
             def __getitem__(self, index: int) -> dict[str, int]:  # type: ignore[override]
@@ -202,6 +234,52 @@ class TestImages:
         order = data.epoch_order(5, 0, 2)
         served = data.DistributedDataset(whole, 0, 1, 10, repeats=2).sample(0, 2)
         self.check(served, [[0, 2, 1, 3, 4][i] for i in order for _ in range(2)])
+
+    def test_of_the_device_are_put_together_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Away:
+            """As much of a CuPy array as it takes; NumPy cannot have it."""
+
+            def __init__(self, values: np.ndarray) -> None:
+                self.values = values
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.values, name)
+
+            def __array__(self, *args: object) -> np.ndarray:
+                raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+            def __getitem__(self, place: Any) -> "Away":
+                return Away(self.values[place])
+
+            def __setitem__(self, place: Any, value: "Away") -> None:
+                self.values[place] = value.values
+
+            def __len__(self) -> int:
+                return len(self.values)
+
+            def reshape(self, *shape: Any) -> "Away":
+                return Away(self.values.reshape(*shape))
+
+        class OnDevice(Photographs):
+            def batch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+                images = data.ImageBatch.of([self[i][0] for i in indices.tolist()])
+                return data.ImageBatch(Away(images.pixels), images.offsets, images.sizes, 3), indices
+
+        cupy = types.ModuleType("cupy")
+        cupy.ndarray = Away  # type: ignore[attr-defined]
+        cupy.zeros = lambda *args: Away(np.zeros(*args))  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        for sizes in (self.SIZES, [(4, 5, 3)] * 5):
+            whole = OnDevice(list(sizes))
+            parts = data.ConcatDataset(*(data.ResampleDataset(whole, chosen) for chosen in ([0, 3], [1, 2], [4])))
+            for images, labels in (
+                data.fetch(parts, [3, 4, 0, 1]),
+                data.DistributedDataset(whole, 0, 1, 10, repeats=2, seed=None).sample(0, 0),
+            ):
+                assert isinstance(images.pixels, Away)
+                for place, label in enumerate(labels.tolist()):
+                    expected = np.full(sizes[label], label + 1)
+                    np.testing.assert_array_equal(images.image(place).values, expected)
 
     def test_through_a_transform_of_another_field(self) -> None:
         class Later:
@@ -267,6 +345,19 @@ class TestCompositions:
         # Nobody needs to know which one is missing.
         assert len(data.BatchDataset(losing, 3)[0][0]) == 2
 
+    @pytest.mark.parametrize("value", [32, None, "16"])
+    def test_attributes_of_a_foreign_data_set_are_its_own(self, value: object) -> None:
+        class Named(Squares):
+            pass
+
+        foreign = Named()
+        for name in ("batch", "batch_kept", "set_epoch", "numbers", "serves_batches", "epoch", "draws", "indices"):
+            setattr(foreign, name, value)
+        chain = data.ShuffleDataset(data.TransformDataset(foreign, None))
+        chain.set_epoch(3)
+        assert data.fetch(chain, [0, 1], 3)[1].tolist() == [i * i for i in data.epoch_order(11, 0, 3)[:2]]
+        assert len(chain[0]) == 3
+
     def test_resample(self) -> None:
         chosen = [3, -1, 3]
         picked = data.ResampleDataset(Squares(), chosen)
@@ -314,7 +405,63 @@ class TestCompositions:
         assert data.TransformDataset(data.TensorDataset(np.zeros(3)), None, None)[0] == (0,)
 
 
+class TestStreams:
+    """Which stream of random numbers each of composed transforms draws from."""
+
+    @staticmethod
+    def streams(count: int, shape: Any, stream: int = 0) -> list[int]:
+        """Composes `count` transforms in the shape that a function of the list gives; returns their streams."""
+        seen: list[int] = []
+
+        def see(batch: np.ndarray, draws: data.Draws) -> np.ndarray:
+            seen.append(draws.stream)
+            return batch
+
+        shape([see] * count)(np.zeros(1), data.Draws(0, 0, np.arange(1), stream))
+        return seen
+
+    def test_as_ever_for_a_few_side_by_side(self) -> None:
+        assert self.streams(16, lambda see: data.Compose(*see), 512) == list(range(512, 528))
+
+    def test_composed_ones_have_streams_of_their_own(self) -> None:
+        compose = data.Compose
+        for shape in (
+            lambda see: compose(compose(*see[:2]), *see[2:]),
+            lambda see: compose(see[0], compose(see[1], compose(), compose(*see[2:5])), *see[5:]),
+        ):
+            assert self.streams(7, shape) == list(range(7))
+
+    def test_one_that_calls_them_itself_is_one(self) -> None:
+        class Twice(data.Compose):
+            def __call__(self, batch: np.ndarray, draws: data.Draws) -> np.ndarray:
+                return super().__call__(super().__call__(batch, draws), draws)
+
+        assert self.streams(3, lambda see: data.Compose(Twice(*see[:2]), see[2])) == [0, 1, 0, 1, 1]
+
+    def test_as_many_as_there_may_be_never_meet(self) -> None:
+        """Each may be an `Augment`, which draws from twelve streams 16 apart; and fields are apart by 256."""
+        seen = [
+            stream + 16 * step
+            for field in range(256)
+            for stream in self.streams(256, lambda see: data.Compose(*see), 256 * field)
+            for step in range(12)
+        ]
+        assert len(set(seen)) == len(seen)
+        assert max(seen) < 2**20
+        with pytest.raises(ValueError, match="transforms must be at most 256, not 257"):
+            self.streams(257, lambda see: data.Compose(data.Compose(*see[1:]), see[0]))
+        first, last = (data.Draws(1, 2, np.arange(5), stream).uniform() for stream in (0, max(seen)))
+        assert not (first == last).any()
+
+
 class TestTransforms:
+    def test_some_of_the_samples(self) -> None:
+        rows = np.array([4, 0, 2])
+        for epoch in (3, np.array([3, 3, 9, 4, 2**33])):
+            draws = data.Draws(7, epoch, np.arange(10, 15), 5)
+            np.testing.assert_array_equal(draws.take(rows).uniform(), draws.uniform()[rows])
+            assert (draws.take(rows).seed, draws.take(rows).stream) == (7, 5)
+
     def test_normalize(self, rng: np.random.Generator) -> None:
         images = rng.integers(0, 256, (5, 3, 4, 6), np.uint8)
         mean, std = data.channel_statistics(images)

@@ -1,12 +1,15 @@
 """Decoding as a person expects, on the host and by nvImageCodec, which a fake plays."""
 
 import contextlib
+import errno
 import io
 import os
 import pickle
 import struct
 import sys
+import tempfile
 import threading
+import time
 import types
 import warnings
 import zlib
@@ -20,9 +23,11 @@ from fake_nvimgcodec import FakeCupy, FakeDevice, FakeNvimgcodec, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from flcuda import data
 from flcuda.data import DecodeError, Decoder
+from flcuda.data import nvimgcodec as nvimgcodec_module
 from flcuda.device import CPU
 
 decode_module = sys.modules["flcuda.data.decode"]
@@ -36,6 +41,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "TIFF": {},
     "WEBP": {"lossless": True},
 }
+FILES = sorted(LOSSLESS)
 MAGICS = (b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"MM\0*", b"RIFF\0\0\0\0WEBPVP8 ")
 
 
@@ -52,16 +58,19 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def png16(values: np.ndarray) -> bytes:
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png16(values: np.ndarray, transparent: int | None = None) -> bytes:
     """A 16-bit grey PNG, chunk by chunk."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
     height, width = values.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    clear = b"" if transparent is None else chunk(b"tRNS", struct.pack(">H", transparent))
+    pixels = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + clear + pixels + chunk(b"IEND", b"")
 
 
 class TestDecode:
@@ -184,6 +193,39 @@ class TestDecode:
             with pytest.raises(DecodeError, match=message):
                 data.decode(encoded(Image.fromarray(odd), "TIFF"))
 
+    def test_thirty_two_bits_are_taken_as_they_are_where_they_fit(self, rng: np.random.Generator) -> None:
+        values = rng.integers(0, 256, (5, 6), np.int32)
+        for bits in (values, values.astype(np.int16)):
+            content = encoded(Image.fromarray(bits), "TIFF") if bits is values else tiff_of_signed(bits)
+            np.testing.assert_array_equal(data.decode(content, 1)[:, :, 0], values)
+        values[2, 3] = 256
+        for bits in (values, -values):
+            with pytest.raises(DecodeError, match="signed or have more than 16 bits, of which nobody knows which is"):
+                data.decode(encoded(Image.fromarray(bits), "TIFF"))
+
+    def test_a_transparent_value_of_sixteen_bits(self) -> None:
+        values = np.array([[0x1234, 0x1235, 0xFFFF, 0]], np.uint16)
+        for channels in (1, 3):
+            result = data.decode(png16(values, 0x1234), channels)
+            np.testing.assert_array_equal(result[0, :, 0], [255, 0x12, 255, 0])
+
+    def test_a_path_may_be_text(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.png"
+        Image.fromarray(smooth(4, 5)).save(path)
+        np.testing.assert_array_equal(data.decode(str(path)), smooth(4, 5))
+        assert decode_module.read_header(str(path)).width == 5
+        np.testing.assert_array_equal(Decoder().decode([str(path)]).batch.image(0), smooth(4, 5))
+        with pytest.raises(FileNotFoundError):
+            data.decode("none.png")
+        for wrong in (None, 3, bytearray(b"x")):
+            with pytest.raises(TypeError, match="must be the path of a file or bytes, not "):
+                data.decode(wrong)
+            with pytest.raises(TypeError, match=r"sources\[1\] must be the path of a file or bytes, not "):
+                Decoder().decode([path, wrong])
+        for single in (str(path), path, path.read_bytes()):
+            with pytest.raises(TypeError, match=r"sources must be several, such as \[PATH\]"):
+                Decoder().decode(single)
+
     def test_grey_with_alpha(self) -> None:
         pixels = np.array([[[40, 255], [40, 0]]], np.uint8)
         np.testing.assert_array_equal(data.decode(encoded(Image.fromarray(pixels, "LA"), "PNG"), 1), [[[40], [255]]])
@@ -257,6 +299,15 @@ class TestDecode:
                 data.decode(start + noise, name="nonsense")
 
 
+def tiff_of_signed(values: np.ndarray) -> bytes:
+    """A TIFF file of 16 signed bits, which Pillow reads and does not write."""
+    buffer = io.BytesIO()
+    image = Image.fromarray(values.astype(np.uint16))
+    image.save(buffer, "TIFF", tiffinfo={339: 2})
+    assert Image.open(io.BytesIO(buffer.getvalue())).mode == "I"
+    return buffer.getvalue()
+
+
 def orientation_of(value: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = value
@@ -281,6 +332,73 @@ class TestHeader:
             decode_module.read_header(path)
         with pytest.raises(FileNotFoundError):
             decode_module.read_header(tmp_path / "none")
+
+    def test_several_pictures_of_a_phone_are_a_jpeg(self) -> None:
+        first = Image.fromarray(smooth(16, 8))
+        content = encoded(first, "MPO", save_all=True, append_images=[first])
+        header = decode_module.read_header(content)
+        assert (header.format, header.height, header.width) == ("JPEG", 16, 8)
+
+    @pytest.mark.parametrize("where", ["before", "after", "none", "xmp", "profile"])
+    def test_pngs_are_not_decoded(self, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        content = encoded(Image.fromarray(smooth(10, 20)), "PNG")
+        exif = chunk(b"eXIf", orientation_of(6).tobytes()[6:])
+        xmp = chunk(b"iTXt", b'XML:com.adobe.xmp\0\0\0\0\0<x tiff:Orientation="6"/>')
+        profile = b"\nexif\n      32\n" + orientation_of(6).tobytes().hex().encode()
+        end = len(content) - 12
+        content = {
+            "before": content[:33] + exif + content[33:],
+            "after": content[:end] + exif + content[end:],
+            "none": content,
+            "xmp": content[:33] + xmp + content[33:],
+            "profile": content[:end] + chunk(b"tEXt", b"Raw profile type exif\0" + profile) + content[end:],
+        }[where]
+        path = tmp_path / "x.png"
+        path.write_bytes(content)
+        turned = where != "none"
+        assert data.decode(path).shape == ((20, 10, 3) if turned else (10, 20, 3))
+        loaded: list[tuple[int, int]] = []
+        real = PngImageFile.load
+
+        def load(image: PngImageFile) -> Any:
+            loaded.append(image.size)
+            return real(image)
+
+        monkeypatch.setattr(PngImageFile, "load", load)
+        for source in (path, content):
+            header = decode_module.read_header(source)
+            assert (header.height, header.width, header.orientation) == (10, 20, 6 if turned else 1)
+        assert (20, 10) not in loaded
+
+    def test_what_cannot_be_read_now_is_not_called_broken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "x.png"
+        Image.fromarray(smooth(10, 20)).save(path)
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(Path, "open", refused)
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            decode_module.read_header(path)
+        assert not isinstance(caught.value, DecodeError)
+
+    @given(
+        place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=8), kind=st.sampled_from(FILES)
+    )
+    @settings(max_examples=300)
+    def test_damaged_anywhere(self, place: float, value: bytes, kind: str) -> None:
+        content = bytearray(encoded(Image.fromarray(smooth(10, 20)), kind, **LOSSLESS[kind]))
+        start = int(place * min(len(content), 300))
+        content[start : start + len(value)] = value
+        with warnings.catch_warnings(), tempfile.NamedTemporaryFile() as file:
+            warnings.simplefilter("ignore")
+            file.write(content)
+            file.flush()
+            # An error of a file is one of its content, however it is read.
+            with contextlib.suppress(DecodeError):
+                decode_module.read_header(Path(file.name))
 
 
 def mixture() -> list[bytes]:
@@ -316,11 +434,12 @@ class TestDecoder:
         with Decoder(on_error="skip", threads=threads) as decoder:
             decoded = decoder.decode(contents)
             assert decoder.skipped == 3
+            # None is left, although the decoder is.
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("flcuda-decode")]
         assert [error.name for error in decoded.errors] == [f"image {place}" for place in BROKEN]
         np.testing.assert_array_equal(decoded.kept, [i for i in range(13) if i not in BROKEN])
         for place, index in enumerate(decoded.kept.tolist()):
             np.testing.assert_array_equal(decoded.batch.image(place), data.decode(contents[index]))
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("flcuda-decode")]
 
     def test_the_first_error_is_raised(self, tmp_path: Path) -> None:
         good = tmp_path / "good.jpg"
@@ -342,6 +461,8 @@ class TestDecoder:
             "cannot be read: No such file or directory",
             "is a folder, not an image",
         ]
+        assert [error.unread for error in decoded.errors] == [True, False]
+        assert pickle.loads(pickle.dumps(decoded.errors[0])).unread
 
     def test_pickles(self) -> None:
         decoder = Decoder(channels=1, on_error="skip", threads=2)
@@ -365,9 +486,19 @@ class TestDecoder:
         with pytest.raises(ValueError, match=message):
             Decoder(**options)
 
+    def test_threads_that_are_no_number(self) -> None:
+        with pytest.raises(TypeError, match=r"threads must be a whole number, not 1\.5"):
+            Decoder(threads=1.5)
+
     def test_no_source(self) -> None:
         with pytest.raises(ValueError, match="sources must be at least one"):
             Decoder().decode([])
+
+    @pytest.mark.parametrize("names", [[], ["one"], ["one", "two", "three"]])
+    def test_names_for_other_sources(self, names: list[str]) -> None:
+        for decode in (Decoder().decode, Decoder().decode_on_host):
+            with pytest.raises(ValueError, match=f"names must be one a source: 2, not {len(names)}"):
+                decode(mixture()[:2], names=names)
 
 
 class Here:
@@ -378,7 +509,7 @@ class Here:
         self.module = FakeNvimgcodec(self.cupy, **options)
         device = FakeDevice(self.cupy)
         monkeypatch.setattr(decode_module, "resolve", lambda _: device)
-        monkeypatch.setattr(decode_module, "cupy", lambda: self.cupy)
+        monkeypatch.setattr(nvimgcodec_module, "cupy", lambda: self.cupy)
         package = types.ModuleType("nvidia")
         package.nvimgcodec = self.module
         monkeypatch.setitem(sys.modules, "nvidia", package)
@@ -455,7 +586,7 @@ class TestNvimgcodec:
 
     def test_kept_images_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         here = Here(monkeypatch)
-        monkeypatch.setattr(decode_module, "_KEPT_BYTES", 5_000)
+        monkeypatch.setattr(nvimgcodec_module, "_KEPT_BYTES", 5_000)
         decoder = Decoder("cuda")
         for _ in range(3):
             decoder.decode(mixture()[:4])
@@ -508,6 +639,27 @@ class TestNvimgcodec:
         assert capfd.readouterr().err == ""
         assert "PYNVIMGCODEC_VERBOSITY" not in os.environ
 
+    def test_what_others_write_meanwhile_is_not_lost(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        here = Here(monkeypatch)
+        real = here.module.Decoder
+        where = os.fstat(2)
+
+        def slow(**options: Any) -> Any:
+            os.write(2, b"[WARNING] Failed to load libnvtiff.so\n")
+            os.write(2, b"a line of another thread\n")
+            time.sleep(0.02)
+            return real(**options)
+
+        here.module.Decoder = slow
+        decoders = [Decoder("cuda") for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda decoder: decoder.decode(mixture()[:1]), decoders))
+        assert (os.fstat(2).st_dev, os.fstat(2).st_ino) == (where.st_dev, where.st_ino)
+        assert capfd.readouterr().err == "a line of another thread\n" * 8
+        assert "PYNVIMGCODEC_VERBOSITY" not in os.environ
+
     def test_an_old_version_is_found_out_at_the_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         here = Here(monkeypatch)
         real = here.module.Decoder
@@ -526,22 +678,22 @@ class TestWholeJpeg:
 
     def test_by_kind(self) -> None:
         expected = [True, True, True, True, False, False, False, False, True, False, False, False, False]
-        assert [decode_module.is_whole_ycc_jpeg(content) for content in mixture()] == expected
+        assert [nvimgcodec_module.is_whole_ycc_jpeg(content) for content in mixture()] == expected
 
     def test_without_jfif_the_components_decide(self) -> None:
         content = bytearray(encoded(Image.fromarray(smooth(8, 8)), "JPEG"))
         assert content[2:4] == b"\xff\xe0"
         without = bytes(content[:2] + content[20:])
-        assert decode_module.is_whole_ycc_jpeg(without)
+        assert nvimgcodec_module.is_whole_ycc_jpeg(without)
         # SOF0: length, precision, height, width, 3, then (number, sampling, table) for each.
         place = without.index(b"\xff\xc0") + 10
         named = bytearray(without)
         named[place : place + 9 : 3] = b"RGB"
-        assert not decode_module.is_whole_ycc_jpeg(bytes(named))
+        assert not nvimgcodec_module.is_whole_ycc_jpeg(bytes(named))
         grey = encoded(Image.fromarray(smooth(8, 8)).convert("L"), "JPEG")
-        assert decode_module.is_whole_ycc_jpeg(grey[:2] + grey[20:])
+        assert nvimgcodec_module.is_whole_ycc_jpeg(grey[:2] + grey[20:])
 
     @given(cut=st.integers(0, 400))
     def test_cut_headers(self, cut: int) -> None:
         content = encoded(Image.fromarray(smooth(8, 8)), "JPEG")
-        decode_module.is_whole_ycc_jpeg(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")
+        nvimgcodec_module.is_whole_ycc_jpeg(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")

@@ -258,8 +258,40 @@ class TestImageFiles:
         np.testing.assert_array_equal(kept, [0, 1, 3, 4, 7])
         assert decoder.skipped == 3
         assert [error.name for error in decoder.last_errors] == [str(files[place]) for place in (2, 5, 6)]
+        dataset = data.ImageFiles(files, labels, decoder)
         with pytest.raises(DecodeError, match=f"{files[2].name} is empty"):
-            data.ImageFiles(files, labels, decoder).batch(np.array([2, 5]), 0)
+            dataset.batch(np.array([2, 5]), 0)
+
+    def test_says_what_is_left_of_a_batch(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 8})
+        files = sorted((tmp_path / "a").iterdir())
+        files[2].write_bytes(b"")
+        files[5].write_bytes(b"text")
+        dataset = data.ImageFiles(files, np.arange(8), Decoder(on_error="skip"))
+        (images, labels), kept = dataset.batch_kept(np.array([5, 7, 2, 1, -8]), 0)
+        np.testing.assert_array_equal(kept, [1, 3, 4])
+        np.testing.assert_array_equal(labels, [7, 1, 0])
+        np.testing.assert_array_equal(images.image(2), data.decode(files[0]))
+        fields, kept = dataset.batch_kept(np.array([5, 2]), 0)
+        assert (fields, len(kept)) == ((), 0)
+        with pytest.raises(ValueError, match="indices must be at least one"):
+            dataset.batch(np.array([], np.int64), 0)
+        with pytest.raises(IndexError, match="index 8 is out of range for 8 samples"):
+            dataset.batch(np.array([8]), 0)
+
+    def test_a_broken_header_does_not_stop_who_skips(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 5, "b": 5})
+        (tmp_path / "a" / "0.png").write_bytes(b"")
+        (tmp_path / "b" / "broken.png").write_bytes(b"text")
+        with pytest.raises(DecodeError, match=r"a/0\.png is empty|broken\.png cannot be decoded"):
+            data.image_files(tmp_path, Decoder())
+        tree = data.image_files(tmp_path, Decoder(on_error="skip"))
+        assert len(tree.train) + len(tree.test) == len(list(tmp_path.glob("*/*")))
+        assert tree.side == 17
+        for file in tmp_path.glob("*/*"):
+            file.write_bytes(b"")
+        with pytest.raises(DecodeError, match="is empty"):
+            data.image_files(tmp_path, Decoder(on_error="skip"))
 
 
 class TestLabelsFile:
@@ -280,6 +312,18 @@ class TestLabelsFile:
         tree = data.image_files(tmp_path)
         np.testing.assert_array_equal(sorted(tree.test.labels), [0, 1])
         assert data.image_folder(tmp_path).classes == ("why", "ex")
+
+    def test_a_mark_of_the_encoding_is_no_part_of_a_name(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,why\nx,ex\n", encoding="utf-8-sig")
+        assert data.image_files(tmp_path).classes == ("why", "ex")
+
+    @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+    def test_other_encodings_are_refused(self, encoding: str, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,wäh\nx,ex\n", encoding=encoding)
+        with pytest.raises(ValueError, match=r"labels\.txt must be UTF-8: "):
+            data.image_files(tmp_path)
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_fakes import FakeLink, Resident
+from link_fakes import Event, FakeLink, Pool, Resident
 
 from flcuda.data import prefetch
-from flcuda.data.dataset import TensorDataset, TransformDataset
+from flcuda.data.dataset import ConcatDataset, MergeDataset, ResampleDataset, TensorDataset, TransformDataset
 from flcuda.data.epochs import BatchDataset, DistributedDataset, ShuffleDataset
 from flcuda.data.images import ImageBatch
 from flcuda.data.prefetch import DeviceTransform, PrefetchDataset
@@ -359,6 +360,84 @@ def test_images_of_different_sizes_and_resident_fields():
         assert set(labels.tolist()) == {sample.index}
 
 
+class MadeOnDevice:
+    """Sample i is an array of the device, which becomes i late, in memory that was another's before."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.pool = Pool()
+        self.links: list[FakeLink] = []
+        self.streams: dict[int, Any] = {}
+        self.waits_for: Callable[[int], None] = lambda index: None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        link = self.links[-1]
+        array, memory = self.pool.empty(50, link.stream())
+        self.streams[index] = link.stream()
+        link.launch(lambda: memory.fill(index))
+        self.waits_for(index)
+        return array, index
+
+
+@settings(max_examples=60)
+@given(
+    depth=st.integers(1, 3),
+    workers=st.integers(0, 4),
+    seed=st.integers(0, 2**31),
+    speed=st.sampled_from([0.0, 0.2, 0.8]),
+    releases=st.booleans(),
+)
+def test_fields_made_on_the_device_are_whole_and_unmixed(depth, workers, seed, speed, releases):
+    """The copy stream waits for the worker's, and their memory is not used again before the copy is done."""
+    dataset = MadeOnDevice(25)
+    loader = OnFake(dataset, depth=depth, workers=workers, seed_of_link=seed, speed=speed)
+    dataset.links = loader.links
+    seen = []
+    for sample in loader:
+        array, label = sample
+        loader.link.launch(lambda a=array, b=label: seen.append((set(a.tolist()), int(b))))
+        if releases:
+            sample.release()
+    loader.link.drain()
+    assert sorted(seen, key=lambda pair: pair[1]) == [({index}, index) for index in range(25)]
+    assert loader.link.copy_stream not in dataset.streams.values()
+    assert len(set(dataset.streams.values())) <= max(workers, 1)
+    require_clean(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_made_on_the_device_does_not_wait_for_the_consumers_reads(workers):
+    """A data set that waits for its own work, as a decoder does, while the consumer's stream is stuck."""
+    dataset = MadeOnDevice(3)
+    loader = OnFake(dataset, depth=1, workers=workers, speed=0.0)
+    dataset.links = loader.links
+    stuck = Event()
+
+    def waits_for(index: int) -> None:
+        link = loader.link
+        if index == 2:
+            assert not stuck.done
+            link.wait(link.record(link.stream()))
+            stuck.done = True
+
+    dataset.waits_for = waits_for
+    iteration = iter(loader)
+    link = loader.link
+    seen = []
+    with link.on(link.new_stream("consumer")):
+        for sample in iteration:
+            array, _ = sample
+            if sample.index == 0:
+                link.follow(stuck, link.stream())
+            link.launch(lambda array=array: seen.append(array.tolist()))
+        link.drain()
+    assert seen == [[index] * 50 for index in range(3)]
+    require_clean(loader)
+
+
 def test_a_capture_of_the_consumer_is_left_alone():
     """The threads go on, and do not touch its stream; the next sample is refused until the capture has ended."""
     loader = OnFake(Stamps(8), depth=2, workers=2)
@@ -456,6 +535,34 @@ def test_augmentation_is_that_of_the_sample(kind, rng):
                 np.testing.assert_array_equal(image, expected[index])
 
 
+@pytest.mark.parametrize("crop", ["random-resized", "resize-then-crop", "centre"])
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_copies_of_a_sample_are_augmented_each_in_its_own_way(crop, repeats, rng):
+    class Photographs:
+        def __len__(self) -> int:
+            return len(photographs)
+
+        def __getitem__(self, index: int) -> tuple[Any, ...]:
+            return photographs[index], index
+
+    photographs = [rng.integers(0, 256, (*rng.integers(9, 30, 2), 3), np.uint8) for _ in range(7)]
+    augment = Augment(8, crop=crop, scale=(0.6, 1.0), brightness=0.3)
+    copies: dict[int, list[np.ndarray]] = {index: [] for index in range(7)}
+    for rank in range(2):
+        dataset = DistributedDataset(Photographs(), rank, 2, 3, repeats=repeats, seed=1)
+        loader = PrefetchDataset(dataset, device="cpu", workers=2, transforms=(augment,), seed=4)
+        loader.set_epoch(2)
+        for images, labels in loader:
+            for image, label in zip(images, labels.tolist(), strict=True):
+                copies[label].append(image)
+    for index, found in copies.items():
+        expected = [
+            augment(ImageBatch.of([photographs[index]]), Draws(4, 2 * repeats + k, np.array([index])))[0]
+            for k in range(repeats)
+        ]
+        assert sorted(a.tobytes() for a in found) == sorted(a.tobytes() for a in expected)
+
+
 def test_a_transform_that_nobody_asks_for_does_not_run():
     def never(batch, draws):
         raise AssertionError("it ran")
@@ -478,6 +585,217 @@ def test_what_transforms_cannot_be_given():
 
     with pytest.raises(ValueError, match=r"transforms\[0\]: field 0 has 1 rows and the batch 2 samples"):
         list(PrefetchDataset(Short(TensorDataset(np.arange(9)), 2), device="cpu", transforms=(shifted,)))
+
+
+@pytest.mark.parametrize("two_steps", [False, True])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_error_of_a_transform_names_sample_and_field(two_steps, workers):
+    def fails(batch, draws):
+        raise ZeroDivisionError("in the transform")
+
+    class Fails(Shift):
+        def apply(self, batch: Any, parameters: Any) -> Any:
+            return fails(batch, None)
+
+    dataset = BatchDataset(TensorDataset(np.arange(9), np.arange(18.0).reshape(9, 2)), 4)
+    loader = PrefetchDataset(dataset, device="cpu", workers=workers, transforms=(None, Fails() if two_steps else fails))
+    loader.set_epoch(3)
+    iteration = iter(loader)
+    next(iteration)
+    sample = next(iteration)
+    note = "while transforms[1] changed field 1 of sample 1 of epoch 3: a batch of samples 4, 5, 6, 7"
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="in the transform") as caught:
+            sample.arrays()
+        assert caught.value.__notes__ == [note]
+    iteration.close()
+
+
+# --- batches of which something is left -------------------------------------------------------------------------------
+
+
+class Lossy:
+    """Sample i is its number and values, unless it is broken."""
+
+    def __init__(self, first: int, count: int, broken: set[int]) -> None:
+        self.numbers = np.arange(first, first + count)
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self.batch(np.array([index]), 0)[0][0], np.zeros(2)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+        fields, _ = self.batch_kept(indices, epoch)
+        if not fields:
+            raise BrokenImageError(f"{self.numbers[indices].tolist()} are broken")
+        return fields
+
+    def batch_kept(self, indices: np.ndarray, epoch: int) -> tuple[tuple[Any, ...], np.ndarray]:
+        numbers = self.numbers[indices]
+        kept = np.flatnonzero([int(number) not in self.broken for number in numbers])
+        return ((numbers[kept], np.zeros((len(kept), 2))) if len(kept) else ()), kept
+
+
+@st.composite
+def lossy_compositions(draw: st.DrawFn) -> Callable[[set[int]], Any]:
+    """What makes a composition when it is told which numbers are broken; those of its samples are field 0 and 2."""
+    count = draw(st.integers(1, 12))
+    steps = draw(st.lists(st.sampled_from(["shuffle", "resample", "concat", "whole", "merge", "change"]), max_size=4))
+    chosen = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=9))
+
+    def made(broken: set[int]) -> Any:
+        dataset: Any = Lossy(0, count, broken)
+        merged = False
+        for step in steps:
+            size = len(dataset)
+            if step == "shuffle":
+                dataset = ShuffleDataset(dataset, seed=3)
+            elif step == "resample":
+                dataset = ResampleDataset(dataset, [i % size for i in chosen])
+            elif step == "change":
+                dataset = TransformDataset(dataset, None, shifted, seed=2)
+            elif step == "merge" and not merged:
+                merged = True
+                dataset = MergeDataset(dataset, Lossy(100, size, broken))
+            elif not merged:
+                other = (
+                    Lossy(200, 3, broken) if step == "concat" else TensorDataset(np.arange(300, 303), np.ones((3, 2)))
+                )
+                dataset = ConcatDataset(dataset, other)
+        return dataset
+
+    return made
+
+
+@settings(max_examples=150)
+@given(
+    made=lossy_compositions(),
+    broken=st.one_of(
+        st.sets(st.one_of(st.integers(0, 12), st.integers(100, 112), st.integers(200, 203)), max_size=12),
+        st.just(set(range(300))),
+    ),
+    batch_size=st.integers(1, 5),
+    ranks=st.sampled_from([0, 1]),
+    repeats=st.integers(1, 3),
+    workers=st.integers(0, 2),
+    on_fake=st.booleans(),
+)
+def test_what_is_left_of_a_batch_has_its_own_random_numbers(made, broken, batch_size, ranks, repeats, workers, on_fake):
+    def loader_of(broken: set[int]) -> Any:
+        dataset = made(broken)
+        batched = DistributedDataset(dataset, 0, 1, batch_size, repeats) if ranks else BatchDataset(dataset, batch_size)
+        kind, options = (OnFake, {"eager": True}) if on_fake else (PrefetchDataset, {})
+        loader = kind(
+            batched, device="cpu", workers=workers, transforms=(None, Shift() if repeats > 1 else shifted), **options
+        )
+        loader.set_epoch(1)
+        return loader
+
+    whole = [[np.array(field) for field in sample] for sample in loader_of(set())]
+    loader = loader_of(broken)
+    iteration = iter(loader)
+    skipped = 0
+    expected = list(enumerate(whole))
+    for sample in iteration:
+        while True:
+            step, fields = expected.pop(0)
+            rows = zip(*fields[::2], strict=True)
+            kept = np.flatnonzero([all(int(n) not in broken for n in numbers) for numbers in rows])
+            if len(kept):
+                break
+            skipped += 1
+        assert sample.index == step
+        assert sample.skipped == iteration.skipped == skipped
+        # Data sets that lose nothing do not say what is left.
+        assert sample.kept is None or sample.kept.tolist() == kept.tolist()
+        for got, wanted in zip(sample, fields, strict=True):
+            np.testing.assert_array_equal(got, wanted[kept])
+        if ranks:
+            weights = loader.dataset.weights(step, sample.kept)
+            np.testing.assert_allclose(np.mean(weights), len(kept) / len(fields[0]), rtol=1e-6)
+    for _, fields in expected:
+        assert all(any(int(n) in broken for n in numbers) for numbers in zip(*fields[::2], strict=True))
+    assert iteration.skipped == skipped + len(expected)
+    require_clean(loader)
+
+
+def test_a_batch_of_which_nothing_is_left_is_an_error_where_it_is_asked_for():
+    dataset = Lossy(0, 6, {2, 3})
+    for chain in (
+        BatchDataset(dataset, 2),
+        DistributedDataset(dataset, 0, 1, 2, seed=None),
+        BatchDataset(TransformDataset(ConcatDataset(dataset, dataset), None, shifted), 2),
+    ):
+        with pytest.raises(BrokenImageError, match="are broken"):
+            chain[1]
+        assert chain[0][0].tolist() == [0, 1]
+    place = ShuffleDataset(TensorDataset(np.arange(6))).batch(np.arange(6), 0)[0].tolist().index(2)
+    with pytest.raises(BrokenImageError, match=r"\[2\] are broken"):
+        TransformDataset(ShuffleDataset(dataset), None)[place]
+
+
+def test_a_rank_whose_batch_is_empty_says_so():
+    """The others would wait for it for ever."""
+    ranks = [DistributedDataset(Lossy(0, 8, {2, 4, 6}), rank, 2, 2, seed=None) for rank in range(2)]
+    served = [list(map(list, sample)) for sample in PrefetchDataset(ranks[1], device="cpu", workers=1)]
+    assert [numbers for numbers, _ in served] == [[1, 3], [5, 7]]
+    iteration = iter(PrefetchDataset(ranks[0], device="cpu", workers=1))
+    first = next(iteration)
+    assert (first[0].tolist(), first.kept.tolist()) == ([0], [0])
+    assert ranks[0].weights(0, first.kept).tolist() == [0.5]
+    with pytest.raises(BrokenImageError, match=r"\[4\] are broken"):
+        next(iteration)
+
+
+def test_a_subclass_that_makes_its_own_batches_is_asked_for_those():
+    class Own(BatchDataset):
+        def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+            return (np.full(2, -index),)
+
+    class OwnBatch(Lossy):
+        def batch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+            return (indices * 10,)
+
+    loader = PrefetchDataset(Own(Lossy(0, 4, {1}), 2), device="cpu")
+    assert [(numbers.tolist()) for (numbers,) in loader] == [[0, 0], [-1, -1]]
+    loader = PrefetchDataset(BatchDataset(OwnBatch(0, 4, {1}), 2), device="cpu")
+    assert [(sample[0].tolist(), sample.kept) for sample in loader] == [([0, 10], None), ([20, 30], None)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([1, 0], r"batch_kept of a Wrong must return rising places among the 2 samples, not \[1, 0\]"),
+        ([0, 2], "rising places among the 2"),
+        ([-1, 0], "rising places among the 2"),
+        ([[0, 1]], "rising places among the 2"),
+        ([0], "field 0 has 2 rows for the 1 samples"),
+    ],
+)
+def test_what_a_data_set_says_is_left_is_checked(kept, message):
+    class Wrong(TensorDataset):
+        def batch_kept(self, indices: np.ndarray, epoch: int) -> tuple[tuple[Any, ...], np.ndarray]:
+            return self.batch(indices, epoch), np.array(kept)
+
+    with pytest.raises(ValueError, match=message):
+        list(PrefetchDataset(BatchDataset(Wrong(np.arange(2)), 2), device="cpu"))
+
+
+@pytest.mark.parametrize("value", [None, 32, "x"])
+def test_attributes_of_a_foreign_data_set_are_its_own(value):
+    dataset = Stamps(3)
+    for name in ("epoch", "batch", "batch_kept", "set_epoch", "sample_kept", "indices"):
+        setattr(dataset, name, value)
+    loader = PrefetchDataset(dataset, device="cpu")
+    assert loader.epoch == 0
+    loader.set_epoch(2)
+    assert [(sample.index, sample.epoch) for sample in loader] == [(0, 2), (1, 2), (2, 2)]
+    dataset.draws = value
+    with pytest.raises(TypeError, match="transforms need a data set of batches"):
+        PrefetchDataset(dataset, device="cpu", transforms=(shifted,))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -549,6 +867,80 @@ def test_no_exception_passes_for_the_end(workers, error):
         list(PrefetchDataset(dataset, device="cpu", workers=workers))
     if kind is RuntimeError:
         assert caught.value.__cause__ is error
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+@pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_exception_that_takes_no_notes_arrives(kind, workers):
+    dataset = Stamps(5)
+
+    def before(index: int) -> None:
+        if index == 2:
+            raise FrozenError(7)
+
+    dataset.before = before
+    loader = kind(dataset, device="cpu", workers=workers)
+    with pytest.raises(FrozenError) as caught:
+        list(loader)
+    assert caught.value.code == 7
+    require_clean(loader)
+
+
+@pytest.mark.parametrize("name", ["_stage", "_send"])
+def test_a_thread_that_fails_outside_of_the_data_set_is_no_hang(monkeypatch, name):
+    real = getattr(prefetch._Pipeline, name)
+
+    def fails(self: Any, step: int) -> Any:
+        if step == 2:
+            raise FrozenError(step)
+        return real(self, step)
+
+    monkeypatch.setattr(prefetch._Pipeline, name, fails)
+    loader = OnFake(Stamps(5), workers=1, depth=1)
+    served = []
+    with pytest.raises(FrozenError):
+        served.extend(sample.index for sample in loader)
+    assert served == [0, 1]
+    require_clean(loader)
+
+
+def test_nothing_is_loaded_after_a_failing_sample():
+    dataset = Stamps(1000)
+
+    def before(index: int) -> None:
+        if index == 2:
+            raise OSError("gone")
+
+    dataset.before = before
+    with pytest.raises(OSError, match="gone"):
+        list(PrefetchDataset(dataset, device="cpu", workers=1, depth=3))
+    assert dataset.served == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_notes_do_not_pile_up_on_an_error_that_is_raised_again(workers):
+    error = OSError("the same each time")
+
+    class Broken:
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[Any, ...]:
+            raise error
+
+    loader = PrefetchDataset(BatchDataset(Broken(), 2), device="cpu", workers=workers)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        with pytest.raises(OSError, match="the same"):
+            list(loader)
+        of_batch = "of a BatchDataset was loaded: a batch of samples 0, 1"
+        assert error.__notes__[-1] == f"while sample 0 of epoch {epoch} {of_batch}"
+        assert len(error.__notes__) == 2
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -827,7 +1219,7 @@ def interrupt_main(after: float) -> threading.Timer:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_ctrl_c_while_waiting_ends_at_once(workers):
-    dataset = Stamps(1000, pauses=[0.2])
+    dataset = Stamps(1000, pauses=[0.15])
     loader = OnFake(dataset, workers=workers)
     iteration = iter(loader)
     timer = interrupt_main(0.1)
@@ -847,6 +1239,50 @@ def test_ctrl_c_in_the_loop_ends_at_once():
         for _ in loader:
             time.sleep(0.5)
     timer.join()
+    require_clean(loader)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("where", ["next", "body", "with"])
+def test_ctrl_c_does_not_wait_for_a_data_set_that_is_blocked(where):
+    dataset = Stamps(100)
+    returns, blocked = threading.Event(), threading.Event()
+
+    def before(index: int) -> None:
+        if index == 3:
+            blocked.set()
+            returns.wait(30)
+
+    dataset.before = before
+    loader = OnFake(dataset, workers=2)
+    kept: list[Sample] = []
+
+    def consume() -> None:
+        for sample in loader:
+            kept.append(sample)
+            if where == "body":
+                assert blocked.wait(10)
+                time.sleep(10)
+
+    def consume_with() -> None:
+        with iter(loader) as iteration:
+            next(iteration)
+            assert blocked.wait(10)
+            time.sleep(10)
+
+    timer = interrupt_main(0.3)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        consume_with() if where == "with" else consume()
+    taken = time.monotonic() - begin
+    timer.join()
+    assert taken < 0.3 + 0.5 + 0.3  # the alarm, the end, and two busy cores
+    assert all(sample.state == "released" for sample in kept)
+    assert "flcuda prefetch end" in running()
+    returns.set()
+    deadline = time.monotonic() + 10
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.001)
     require_clean(loader)
 
 
@@ -896,6 +1332,32 @@ def test_the_interpreter_ends_with_an_iteration_open(leave):
     else:
         assert done.stderr == ""
         assert done.returncode == 0
+
+
+def test_the_interpreter_ends_while_a_data_set_is_blocked():
+    script = """
+        import time
+        from flcuda.data.prefetch import PrefetchDataset
+
+        class Blocked:
+            def __len__(self): return 100
+            def __getitem__(self, index):
+                time.sleep(60 if index else 0)
+                return (index,)
+
+        iteration = iter(PrefetchDataset(Blocked(), device="cpu", workers=2))
+        next(iteration)
+        print(time.time())
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert time.time() - float(done.stdout) < 3
+    assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_random_endings_at_random_moments(rng):

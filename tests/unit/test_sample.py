@@ -294,3 +294,13 @@ def test_transforms_run_once_and_other_streams_wait_for_them():
 def test_a_slot_without_a_sample_sends_nothing():
     with pytest.raises(FlcudaError, match="nothing to send"):
         Slot(FakeLink()).send()
+
+
+def test_a_released_sample_is_still_something():
+    ring = Ring(None, 1)
+    sample = send(ring, 0, stamped(0))
+    assert sample
+    sample.release()
+    assert sample
+    with pytest.raises(FlcudaError, match="was released"):
+        len(sample)

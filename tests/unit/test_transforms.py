@@ -240,7 +240,7 @@ def test_a_copy_is_the_same() -> None:
     ("arguments", "message"),
     [
         ({"size": 0}, "size must be positive, one number or two, not 0"),
-        ({"size": (4, 4, 4)}, "size must be positive"),
+        ({"size": (4, 4, 4)}, r"size must be one whole number or two, not \(4, 4, 4\)"),
         ({"crop": "middle"}, "crop must be .* not 'middle'"),
         ({"scale": (0.0, 1.0)}, r"scale must rise from above 0 to at most 1, not \(0.0, 1.0\)"),
         ({"scale": (0.5, 1.1)}, "scale must rise"),
@@ -265,6 +265,56 @@ def test_a_copy_is_the_same() -> None:
 def test_bad_arguments_are_named(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         Augment(**{"size": 8, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 16.5}, "size must be one whole number or two, not 16.5"),
+        ({"size": "16"}, "size must be one whole number or two, not '16'"),
+        ({"size": (16, 16.0)}, r"size must be one whole number or two, not \(16, 16.0\)"),
+        ({"size": None}, "size must be one whole number or two, not None"),
+        ({"size": True}, "size must be one whole number or two, not True"),
+        ({"crop": "centre", "sides": 20.5}, "sides must be one whole number or two, not 20.5"),
+        ({"scale": 0.5}, "scale must be two numbers, the least and the largest, not 0.5"),
+        ({"ratio": ("1", 2)}, r"ratio must be two numbers, the least and the largest, not \('1', 2\)"),
+        ({"flip": "yes"}, "flip must be a number, not 'yes'"),
+        ({"hue": None}, "hue must be a number, not None"),
+        ({"brightness": (0.1, 0.2)}, r"brightness must be a number, not \(0.1, 0.2\)"),
+        ({"std": 0.5}, "std must be a sequence of numbers, one a channel, not 0.5"),
+        ({"mean": 0.5}, "mean must be a sequence of numbers, one a channel, not 0.5"),
+        ({"mean": "abc"}, "mean must be a sequence of numbers, one a channel, not 'abc'"),
+        ({"channels": 4.0}, "channels must be a whole number, not 4.0"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        Augment(**{"size": 8, **arguments})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = Augment((8, 9), crop="centre", sides=12, flip=0.25, mean=(0.5, 0.25), std=(1.0, 0.5), channels=4)
+    same = Augment(
+        np.array([8, 9]), crop="centre", sides=np.int64(12), flip=np.float32(0.25), mean=np.array([0.5, 0.25]),
+        std=[1, np.float64(0.5)], channels=np.int8(4),
+    )  # fmt: skip
+    assert same == plain
+    assert hash(same) == hash(plain)
+    assert repr(same) == repr(plain)
+    assert Augment(np.int64(16)) == Augment(16)
+    assert Augment(np.int64(16)).shape == (16, 16)
+
+
+def test_copies_of_a_sample_in_one_batch_have_each_its_own_epoch(rng) -> None:
+    """Draws of several epochs at once are those of each."""
+    sizes = rng.integers(3, 60, (8, 2)).astype(np.int32)
+    epochs, indices = np.array([0, 1, 2, 5, 5, 2, 1, 0]), np.array([3, 3, 3, 1, 2, 2, 9, 9])
+    for crop in ("random-resized", "resize-then-crop", "centre"):
+        augment = Augment(8, crop=crop, scale=(0.7, 1.0), brightness=0.3, hue=0.1)
+        found = augment.parameters(sizes, Draws(4, epochs, indices, 256))
+        for row in range(8):
+            one = Draws(4, int(epochs[row]), indices[row : row + 1], 256)
+            np.testing.assert_array_equal(found[row : row + 1], augment.parameters(sizes[row : row + 1], one))
 
 
 def test_bad_batches_are_named(rng) -> None:
