@@ -248,6 +248,13 @@ __device__ inline int column_place(int column, int pitch) {
   return STRIDE == 1 ? column : (column & 1) * (pitch / 2) + column / 2;
 }
 
+// Reads what a filter's row covers of a line of shared memory, from where its even and its odd columns begin.
+template <int FILTER, int STRIDE>
+__device__ inline void read_window(float (&value)[FILTER], const float* even, const float* odd) {
+#pragma unroll
+  for (int s = 0; s < FILTER; ++s) value[s] = STRIDE == 1 ? even[s] : s % 2 ? odd[s / 2] : even[s / 2];
+}
+
 __device__ inline void clear_tile(const Tile& g) {
   float* shared = (float*)shared_vectors;
   for (int i = threadIdx.x; i < g.planes * g.plane_pitch; i += blockDim.x) shared[i] = 0.0f;
@@ -387,10 +394,7 @@ __device__ void correlate(O* out, const T* in, const T* w, int add, int staged, 
 #pragma unroll
       for (int line = 0; line < (ROWS - 1) * STRIDE + FILTER; ++line) {
         float value[FILTER];
-#pragma unroll
-        for (int s = 0; s < FILTER; ++s)
-          value[s] = STRIDE == 1 ? even[line * g.pitch + s]
-                                 : s % 2 ? odd[line * g.pitch + s / 2] : even[line * g.pitch + s / 2];
+        read_window<FILTER, STRIDE>(value, even + line * g.pitch, odd + line * g.pitch);
 #pragma unroll
         for (int t = 0; t < ROWS; ++t) {
           int r = line - t * STRIDE;
@@ -517,10 +521,7 @@ __device__ void filter_sums(float* partial, const T* x, const T* dy, int taps, i
 #pragma unroll
       for (int line = 0; line < (ROWS - 1) * STRIDE + FILTER; ++line) {
         float value[FILTER];
-#pragma unroll
-        for (int s = 0; s < FILTER; ++s)
-          value[s] = STRIDE == 1 ? even[line * g.pitch + s]
-                                 : s % 2 ? odd[line * g.pitch + s / 2] : even[line * g.pitch + s / 2];
+        read_window<FILTER, STRIDE>(value, even + line * g.pitch, odd + line * g.pitch);
 #pragma unroll
         for (int t = 0; t < ROWS; ++t) {
           int r = line - t * STRIDE;
