@@ -18,7 +18,7 @@ from flcuda.data.dataset import (
 )
 from flcuda.data.decode import DecodeError, Decoder, decode
 from flcuda.data.epochs import BatchDataset, DistributedDataset, ShuffleDataset, batch_indices, batches
-from flcuda.data.folder import ImageFiles, ImageFolder, image_files, image_folder
+from flcuda.data.folder import ImageFiles, ImageFolder, augmented_folder, image_files, image_folder
 from flcuda.data.images import ImageBatch
 from flcuda.data.prefetch import PrefetchDataset
 from flcuda.data.sample import Sample
@@ -60,6 +60,7 @@ __all__ = [
     "TensorDataset",
     "Transform",
     "TransformDataset",
+    "augmented_folder",
     "batch_indices",
     "batches",
     "channel_statistics",

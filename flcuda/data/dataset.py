@@ -293,11 +293,14 @@ class ImageData:
 
     Attributes:
         name: how it is called.
-        train: samples (float32 image (C, H, W), int64 label), augmented by epoch.
+        train: samples (float32 image (C, H, W), int64 label), augmented by epoch; or images of any kind, of which
+            `transforms` makes that.
         test: the same, never augmented.
         classes: the names, by label.
         image_shape: (channels, height, width).
         note: how it was split or what else its user should know.
+        transforms: of the fields of a training batch on the device, as a `PrefetchDataset` takes them.
+        test_transforms: likewise, of a test batch.
     """
 
     name: str
@@ -306,6 +309,8 @@ class ImageData:
     classes: tuple[str, ...]
     image_shape: tuple[int, int, int]
     note: str = ""
+    transforms: tuple[Any, ...] = ()
+    test_transforms: tuple[Any, ...] = ()
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:

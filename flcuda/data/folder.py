@@ -13,7 +13,7 @@ from flcuda.data.chain import checked_index, checked_indices
 from flcuda.data.dataset import ImageData, TransformDataset, epoch_order
 from flcuda.data.decode import IMAGE_SUFFIXES, DecodeError, Decoder, Header, pillow_image, read_header
 from flcuda.data.images import ImageBatch
-from flcuda.data.transforms import Draws, Normalize
+from flcuda.data.transforms import Augment, Draws, Normalize
 
 LABELS_FILE = "labels.txt"
 # Of ImageNet's training images, and customary for photographs; in units of the full scale.
@@ -280,18 +280,11 @@ def image_folder(path: Path | str, seed: int = 0) -> ImageData:
     """
     split = split_folder(path)
     side, channels = _survey([*split.train[0], *split.test[0]])
-    small = side < _SMALL_SIDE
-    size = side if small else 224
-    # For photographs as in Krizhevsky et al. 2012 and He et al. 2015: 256 to 480 for training, 256 for the test.
-    train_sides = (size, round(size * 9 / 8)) if small else (256, 480)
-    test_sides = (size, size) if small else (256, 256)
+    size, train_sides, test_side = _served_sizes(side)
+    test_sides = (test_side, test_side)
     train_images = ImageFolder(*split.train, size=size, sides=train_sides, train=True, channels=channels, seed=seed)
     test_images = ImageFolder(*split.test, size=size, sides=test_sides, train=False, channels=channels)
-    normalize = (
-        Normalize(PHOTOGRAPH_MEAN, PHOTOGRAPH_STD)
-        if channels == 3
-        else Normalize([float(np.mean(PHOTOGRAPH_MEAN))], [float(np.mean(PHOTOGRAPH_STD))])
-    )
+    normalize = Normalize(*_photograph_statistics(channels))
     return ImageData(
         f"folder:{path}",
         TransformDataset(train_images, normalize, seed=seed),
@@ -300,6 +293,49 @@ def image_folder(path: Path | str, seed: int = 0) -> ImageData:
         (channels, size, size),
         split.note,
     )
+
+
+def augmented_folder(path: Path | str) -> ImageData:
+    """Returns the images of a folder with a sub-folder a class, whole, with transforms that make batches of them.
+
+    The images and the random numbers are those of `image_folder`, but resized, cropped, mirrored and normalized on the
+    device, a batch at a time. Samples are those of `ImageFiles`.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, ValueError: as `image_folder`.
+    """
+    tree = image_files(path)
+    channels = tree.train.decoder.channels
+    size, train_sides, test_side = _served_sizes(tree.side)
+    mean, std = _photograph_statistics(channels)
+    return ImageData(
+        f"folder:{path}",
+        tree.train,
+        tree.test,
+        tree.classes,
+        (channels, size, size),
+        tree.note,
+        (Augment(size, "resize-then-crop", sides=train_sides, mean=mean, std=std),),
+        (Augment(size, "centre", sides=test_side, flip=0.0, mean=mean, std=std),),
+    )
+
+
+def _served_sizes(side: int) -> tuple[int, tuple[int, int], int]:
+    """Returns the size of the images served, and what their shorter side becomes: from and to, and for the test."""
+    if side < _SMALL_SIDE:
+        return side, (side, round(side * 9 / 8)), side
+    # For photographs as in Krizhevsky et al. 2012 and He et al. 2015: 256 to 480 for training, 256 for the test.
+    return 224, (256, 480), 256
+
+
+def _photograph_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns mean and standard deviation, one number a channel."""
+    if channels == 3:
+        return PHOTOGRAPH_MEAN, PHOTOGRAPH_STD
+    return (float(np.mean(PHOTOGRAPH_MEAN)),), (float(np.mean(PHOTOGRAPH_STD)),)
 
 
 def _resized(image: Image.Image, side: int) -> tuple[int, int]:

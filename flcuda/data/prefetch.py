@@ -49,6 +49,7 @@ MOST_WORKERS = 8
 """Workers by default, unless there are fewer cores: each holds a sample in memory, and decoders have threads too."""
 
 # For a lock that is held for microseconds: who cannot get it holds it itself, further down its own stack.
+_SIGNAL_S = 0.2
 _LOCK_PATIENCE_S = 1.0
 _INDICES_NAMED = 8
 
@@ -205,9 +206,9 @@ class Iteration(Iterator[Sample]):
         self._finalizer = weakref.finalize(self, pipeline.close, HASTE_S)
         try:
             pipeline.start()
-        except BaseException:
+        except BaseException as error:
             # The traceback keeps `self`.
-            self.close()
+            self._close(_patience(error))
             raise
 
     @property
@@ -483,7 +484,10 @@ class _Pipeline:
 
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
         """Waits, with the lock held, until something is so; False when the iteration ends."""
-        self._condition.wait_for(lambda: self._stopping or is_so())
+        while not (self._stopping or is_so()):
+            # Not for ever: a signal that the system gives to another thread does not wake this one, and Ctrl-C is
+            # raised here.
+            self._condition.wait(_SIGNAL_S)
         return not self._stopping
 
     def _load_now(self, step: int) -> _Outcome:
