@@ -49,8 +49,8 @@ MOST_WORKERS = 8
 """Workers by default, unless there are fewer cores: each holds a sample in memory, and decoders have threads too."""
 
 # For a lock that is held for microseconds: who cannot get it holds it itself, further down its own stack.
-_SIGNAL_S = 0.2
 _LOCK_PATIENCE_S = 1.0
+_SIGNAL_S = 0.2
 _INDICES_NAMED = 8
 
 
