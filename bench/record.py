@@ -39,6 +39,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def machine_line(found: dict[str, Any]) -> str:
+    """Says in one line what `machine` found, for print."""
+    gpus = ", ".join(str(gpu["name"]) for gpu in found["gpus"] or []) or "no GPU"
+    cuda = found["cuda"]
+    driver = f", driver {cuda['nvidia_driver']}, CUDA {cuda['cuda_driver']}" if found["gpus"] else ""
+    libraries = ", ".join(f"{name} {found[key]}" for name, key in (("CuPy", "cupy"), ("cuDNN", "cudnn")) if found[key])
+    return f"{gpus}{driver}; {found['cores']} cores; Python {found['python']}{', ' if libraries else ''}{libraries}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")

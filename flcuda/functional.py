@@ -743,25 +743,28 @@ def correct_count(logits: Any, target: Any) -> Array:
 # --- checks of arguments, also for the layers -------------------------------------------------------------------------
 
 
-def count(name: str, value: Any, least: int = 1) -> int:
+def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Checks a whole number.
 
     Args:
         name: the argument's name.
         value: its value.
         least: the smallest that is allowed.
+        most: the largest; None for any, though an array may not hold it.
 
     Returns:
         The value as an int.
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is less.
+        ValueError: it is less than the smallest or more than the largest.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name}: {value!r} is no whole number")
     if value < least:
         raise ValueError(f"{name}: {value} is less than {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: {value} is more than {most}")
     return int(value)
 
 

@@ -10,6 +10,7 @@ optimizer's step settles them on the device: a valid step makes them the running
 ones back. Without an optimizer, putting the model in evaluation mode or reading its state dict commits them.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,13 @@ from flcuda.ops import elementwise
 from flcuda.ops import optimizer as optimizer_ops
 
 SEGMENT_BYTES = 256
+
+_numbers = itertools.count(1)
+
+
+def gradient_number() -> int:
+    """Gives the next number of those by which an arena's ``last_gradient`` says when it came."""
+    return next(_numbers)
 
 
 def master_dtype(dtype: str) -> str:
@@ -85,7 +93,7 @@ class Parameter(Tensor):
         self.layout = layout
         self.decay = decay
         self.name = name
-        self.home: object = None
+        self.home: _Home | None = None
         self._copy_master()
 
     def _copy_master(self) -> None:
@@ -136,6 +144,8 @@ class Parameter(Tensor):
             else:
                 elementwise.copy(grad, array)
         self.grad = array
+        if self.home is not None:
+            self.home.last_gradient = gradient_number()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -179,6 +189,15 @@ class Segment:
         return memory.transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
+class _Home:
+    """What the parameters of one arena share: its identity, and when a backward last gave one of them a gradient."""
+
+    __slots__ = ("last_gradient",)
+
+    def __init__(self) -> None:
+        self.last_gradient = 0
+
+
 class Arena:
     """Flat storage of parameters; see Note [arenas]. Building it moves the parameters in, values and gradients kept.
 
@@ -217,7 +236,7 @@ class Arena:
             same = first.data is first.master
             self.master: Array = self.data if same else devices.zeros((offset,), first.master.dtype, device=self.device)
             self.offsets: Array = self.device.xp.asarray(np.array([*(s.offset for s in segments), offset], np.int64))
-        self._home = object()
+        self._home = _Home()
         for p, segment in zip(parameters, segments, strict=True):
             data, grad, master = segment.view(self.data), segment.view(self.grad), segment.view(self.master)
             elementwise.copy(p.data, data)
@@ -226,10 +245,16 @@ class Arena:
             if p.grad is not None:
                 elementwise.copy(p.grad, grad)
                 p.grad = grad
+                self._home.last_gradient = gradient_number()
             p.data = data
             p.master = data if same else master
             p.buffer = grad
             p.home = self._home
+
+    @property
+    def last_gradient(self) -> int:
+        """The ``gradient_number`` of the latest gradient that a backward gave one of the parameters; 0 before any."""
+        return self._home.last_gradient
 
     def is_current(self) -> bool:
         """Says whether every parameter still lives here; another model's arenas may have taken one over."""

@@ -428,20 +428,46 @@ def top1_count(logits: Array, target: Array) -> Array:
 
 
 @_ieee
-def find_invalid(flat: Array, offsets: Array, flags: Array) -> None:
-    """Sets [any, first invalid array, one flag an array]."""
+def find_invalid(
+    flat: Array, offsets: Array, flags: Array, sums: Array | None = None, inv_scale: Array | None = None
+) -> None:
+    """Sets [any, first invalid array, one flag an array], and the sum of squares of each array."""
     segments = len(offsets) - 1
     flags[0] = 0
     flags[1] = segments
     flags[2:] = 0
     start, stop = int(offsets[0]), int(offsets[-1])
-    bad = np.flatnonzero(~np.isfinite(flat[start:stop])) + start
-    if bad.size == 0:
-        return
-    hit = np.unique(np.searchsorted(offsets, bad, side="right") - 1)
-    flags[0] = 1
-    flags[1] = hit[0]
-    flags[2 + hit] = 1
+    values = flat[start:stop]
+    factor = compute_dtype(flat.dtype).type(_number(inv_scale, 1.0))
+    bad = np.flatnonzero(~np.isfinite(values * factor if factor > 1 else values)) + start
+    if bad.size > 0:
+        hit = np.unique(np.searchsorted(offsets, bad, side="right") - 1)
+        flags[0] = 1
+        flags[1] = hit[0]
+        flags[2 + hit] = 1
+    if sums is not None:
+        # Array by array: the temporaries stay small.
+        for segment in range(segments):
+            part = flat[int(offsets[segment]) : int(offsets[segment + 1])]
+            sums[segment] = np.square(part, dtype=np.float64).sum()
+
+
+@_ieee
+def find_invalid_list(arrays: Sequence[Array | None], flags: Array) -> None:
+    """Sets [any, first invalid array, one flag an array] of separate arrays; None is valid."""
+    bad = np.array([a is not None and not np.isfinite(a).all() for a in arrays], bool)
+    flags[0] = bad.any()
+    flags[1] = bad.argmax() if bad.any() else len(bad)
+    flags[2:] = bad
+
+
+def _skipped(flags: Array | None) -> bool:
+    return flags is not None and bool(flags.reshape(-1)[0] != 0)
+
+
+def _number(a: Array | None, default: float) -> float:
+    """The one element of a float64 array."""
+    return default if a is None else float(a.reshape(-1)[0])
 
 
 @_ieee
@@ -454,29 +480,33 @@ def sgd_update(
     decay: Array,
     lr: Array,
     momentum: float,
+    dampening: float,
     nesterov: bool,
     weight_decay: float,
+    steps: Array | None,
     inv_scale: Array | None,
+    clip: Array | None,
     flags: Array | None,
 ) -> None:
     """One step of SGD over a flat storage."""
-    if flags is not None and flags.reshape(-1)[0] != 0:
+    if _skipped(flags):
         return
     number = master.dtype.type
-    rate = number(lr.reshape(-1)[0])
-    unscale = None if inv_scale is None else number(inv_scale.reshape(-1)[0])
+    rate = number(_number(lr, 0.0))
+    unscale = number(_number(inv_scale, 1.0) * _number(clip, 1.0))
+    first = steps is not None and steps.reshape(-1)[0] == 0
+    share = number(1.0 if first else 1.0 - dampening)
     # Segment by segment: the temporaries stay small.
     for segment in range(len(decay)):
         part = slice(int(offsets[segment]), int(offsets[segment + 1]))
         step = grad[part].astype(master.dtype)
-        if unscale is not None:
-            step *= unscale
-        factor = number(weight_decay * float(decay[segment]))
+        step *= unscale
+        factor = number(weight_decay) * number(decay[segment])
         if factor != 0:
             step += factor * master[part]
         if velocity is not None:
             velocity[part] *= number(momentum)
-            velocity[part] += step
+            velocity[part] += share * step
             step = step + number(momentum) * velocity[part] if nesterov else velocity[part]
         master[part] -= rate * step
         if data is not master:
@@ -484,12 +514,78 @@ def sgd_update(
 
 
 @_ieee
+def adam_update(
+    master: Array,
+    data: Array,
+    grad: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    offsets: Array,
+    decay: Array,
+    lr: Array,
+    steps: Array,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    inv_scale: Array | None,
+    clip: Array | None,
+    flags: Array | None,
+) -> None:
+    """One step of Adam or, decoupled, AdamW over a flat storage."""
+    if _skipped(flags):
+        return
+    number = master.dtype.type
+    rate = _number(lr, 0.0)
+    step = int(steps.reshape(-1)[0]) + 1
+    size = number(rate / (1.0 - betas[0] ** step))
+    inverse_root = number(1.0 / math.sqrt(1.0 - betas[1] ** step))
+    weight = number(rate * weight_decay if decoupled else weight_decay)
+    unscale = number(_number(inv_scale, 1.0) * _number(clip, 1.0))
+    rest = number(1.0 - betas[0])
+    for segment in range(len(decay)):
+        part = slice(int(offsets[segment]), int(offsets[segment + 1]))
+        gradient = grad[part].astype(master.dtype)
+        gradient *= unscale
+        factor = weight * number(decay[segment])
+        if factor != 0 and decoupled:
+            master[part] -= factor * master[part]
+        elif factor != 0:
+            gradient += factor * master[part]
+        distance = gradient - exp_avg[part]
+        # As PyTorch's lerp: exact at both ends.
+        exp_avg[part] = exp_avg[part] + rest * distance if rest < 0.5 else gradient - distance * (number(1) - rest)
+        exp_avg_sq[part] *= number(betas[1])
+        exp_avg_sq[part] += number(1.0 - betas[1]) * gradient * gradient
+        master[part] -= size * (exp_avg[part] / (np.sqrt(exp_avg_sq[part]) * inverse_root + number(eps)))
+        if data is not master:
+            data[part] = master[part]
+
+
+def advance_steps(steps: Array, flags: Array | None) -> None:
+    """Counts a valid step."""
+    if not _skipped(flags):
+        steps += 1
+
+
+@_ieee
+def clip_factor(sums: Array, inv_scale: Array | None, max_norm: float, flags: Array, out: Array, limit: float) -> None:
+    """The factor that brings the norm of all gradients down to max_norm; a norm above limit is invalid."""
+    norm = math.sqrt(total) if (total := float(np.sum(sums))) >= 0 else math.nan
+    norm *= _number(inv_scale, 1.0)
+    invalid = math.isnan(norm) or norm > limit
+    if invalid:
+        flags[0] = 1
+    out[...] = 1.0 if invalid or norm <= max_norm else max_norm / norm
+
+
+@_ieee
 def commit_statistics(running: Array, pending: Array, flags: Array | None) -> None:
     """Commits the pending statistics, or takes them back."""
-    if flags is None or flags.reshape(-1)[0] == 0:
-        running[...] = pending
-    else:
+    if _skipped(flags):
         pending[...] = running
+    else:
+        running[...] = pending
 
 
 @_ieee
@@ -503,6 +599,7 @@ def scaler_update(
     growth_interval: int,
     min_scale: float,
     max_scale: float,
+    steps: Array | None = None,
 ) -> None:
     """The loss scaler's rule."""
     current = float(scale_.reshape(()))
@@ -523,6 +620,8 @@ def scaler_update(
             counters[0] = 0
     scale_[...] = current
     inv_scale[...] = 1.0 / current
+    if steps is not None:
+        steps += 1
 
 
 def _kept_layout(a: Array) -> str:

@@ -12,11 +12,12 @@ from flcuda.ops import finite, optimizer
 BAD = (np.nan, -np.nan, np.inf, -np.inf)
 
 
-def find(flat: np.ndarray, offsets: list[int], device: str, misalign: int = 0) -> np.ndarray:
+def find(flat: np.ndarray, offsets: list[int], device: str, misalign: int = 0, with_ticket: bool = False) -> np.ndarray:
     """Runs find_invalid with flags full of rubbish; `misalign` elements lie before the storage."""
     holder = place(np.concatenate([np.full(misalign, np.nan, flat.dtype), flat]), device)
     flags = place(np.full(2 + len(offsets) - 1, 77, np.int32), device)
-    finite.find_invalid(holder[misalign:], place(np.array(offsets, np.int64), device), flags)
+    ticket = place(np.zeros(1, np.uint32), device) if with_ticket else None
+    finite.find_invalid(holder[misalign:], place(np.array(offsets, np.int64), device), flags, ticket=ticket)
     return to_numpy(flags)
 
 
@@ -44,6 +45,25 @@ def random_storage(generator: np.random.Generator, dtype: str) -> tuple[np.ndarr
         if offsets[-1] > before:
             flat[generator.integers(before, offsets[-1])] = generator.choice(BAD)
     return flat, offsets
+
+
+def random_arrays(generator: np.random.Generator, longest: int = 1000) -> list[np.ndarray | None]:
+    """Separate arrays of all dtypes and several ranks, some empty, some missing, some with bad values."""
+    arrays: list[np.ndarray | None] = []
+    for _ in range(generator.integers(0, 12)):
+        dtype = DTYPES[generator.choice(sorted(DTYPES))]
+        size = int(generator.choice([0, 1, 2, 7, 64, 129, longest]))
+        a = (generator.normal(size=size) * 100).astype(dtype)
+        if size and generator.random() < 0.2:
+            a[generator.integers(0, size, 2)] = generator.choice(BAD)
+        shaped = a.reshape(2, -1).T if size % 2 == 0 else a
+        arrays.append(None if generator.random() < 0.15 else shaped)
+    return arrays
+
+
+def expected_flags_of_list(arrays: list[np.ndarray | None]) -> np.ndarray:
+    bad = [int(a is not None and not np.isfinite(np.asarray(a, np.float64)).all()) for a in arrays]
+    return np.array([max(bad, default=0), bad.index(1) if 1 in bad else len(bad), *bad], np.int32)
 
 
 class Storage:
@@ -78,21 +98,33 @@ class Storage:
 class PlainScaler:
     """The scaler's rule in Python, from its description."""
 
-    def __init__(self, scale: float, growth_interval: int, min_scale: float, max_scale: float) -> None:
+    def __init__(
+        self,
+        scale: float,
+        growth_interval: int,
+        min_scale: float,
+        max_scale: float,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+    ) -> None:
         self.scale = scale
         self.growth_interval = growth_interval
         self.min_scale = min_scale
         self.max_scale = max_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
         self.good = self.skipped = self.in_a_row = 0
 
     def update(self, invalid: bool) -> None:
         if invalid:
-            self.scale = self.scale / 2 if self.scale / 2 >= self.min_scale else self.scale
+            smaller = self.scale * self.backoff_factor
+            self.scale = smaller if smaller >= self.min_scale else self.scale
             self.good, self.skipped, self.in_a_row = 0, self.skipped + 1, self.in_a_row + 1
             return
         self.good, self.in_a_row = self.good + 1, 0
         if self.good >= self.growth_interval:
-            self.scale = self.scale * 2 if self.scale * 2 <= self.max_scale else self.scale
+            larger = self.scale * self.growth_factor
+            self.scale = larger if larger <= self.max_scale else self.scale
             self.good = 0
 
     @property

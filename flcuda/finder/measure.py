@@ -9,10 +9,11 @@ turns, and the smallest sample, the least disturbed, ranks them. There a run may
 of all together have a budget.
 
 Note [rounds]: on CUDA, a candidate that the first run shows to be hopeless runs no more. The others are launched once
-(the first coarse round), and those near the best of them are sampled well once (the second). The better sample counts:
-what is slow for some milliseconds, such as a GPU that has just been woken (on an H200 a copy of 256 MiB took a tenth
-longer), must not put a candidate out of the race. Those that are nearly the best then, the leaders, take turns in the
-fine round, so that clocks and neighbours disturb all alike. Each launch in all of this takes the next set of operands:
+(the first coarse round), and those near the best of them are sampled well once (the second), and those that this leaves
+just short of being a leader once more. The best sample counts: what is slow for some milliseconds, such as a GPU that
+has just been woken (on an H200 a copy of 256 MiB took a tenth longer, for two samples in a row), must not put a
+candidate out of the race. Those that are nearly the best then, the leaders, take turns in the fine round, so that
+clocks and neighbours disturb all alike. Each launch in all of this takes the next set of operands:
 see `flcuda.timing` Note [cold].
 """
 
@@ -42,16 +43,17 @@ HOPELESS = 3.0
 HOPELESS_SLACK_MS = 0.05
 """CUDA: a candidate whose first run takes so many times the fastest one's time and this much more is dropped."""
 
-COARSE_REPEATS = 2
-"""CUDA: samples of each of the others: one of a single launch, and another of those that are near the best by it."""
-
 NEAR = 1.5
 NEAR_SLACK_MS = 0.005
-"""CUDA: near is what takes so many times the best's time and this much more; a single launch's time has the distance
-of two events in it, a few microseconds."""
+"""CUDA: the others get a sample of one launch, and those that are near the best by it another. Near is what takes so
+many times the best's time and this much more; a single launch's time has the distance of two events in it, a few
+microseconds."""
 
 LEADING = 1.1
 """CUDA: a candidate within this many times the best coarse time may be the best."""
+
+CLOSE = 1.25
+"""CUDA: what is within so many times the best's time by both samples and may not be the best gets a third."""
 
 LEADERS = 5
 """CUDA: so many of these, the first by the coarse rounds, are in the fine round."""
@@ -546,13 +548,15 @@ def _coarse_rounds(tried: list[_Tried], rotation: Iterator[Operands], device: De
             each.coarse = True
             best_ms = min(best_ms, ranking.cost_ms(found, policy))
             sampled.append(each)
-    for each in sampled:
-        before = each.times
-        if ranking.cost_ms(before, policy) > NEAR * best_ms + NEAR_SLACK_MS:
-            continue
-        found = each.timed(lambda run: timing.measure(run, device, warmup=0, repeats=1), rotation)
-        if found is not None:
-            each.timing = min(before, found, key=lambda times: ranking.cost_ms(times, policy))
+    for low, high, slack_ms in ((0.0, NEAR, NEAR_SLACK_MS), (LEADING, CLOSE, 0.0)):
+        usable = [each for each in sampled if each.reason is None]
+        best_ms = min([best_ms, *(ranking.cost_ms(each.times, policy) for each in usable)])
+        for each in usable:
+            before = each.times
+            if low * best_ms < ranking.cost_ms(before, policy) <= high * best_ms + slack_ms:
+                found = each.timed(lambda run: timing.measure(run, device, warmup=0, repeats=1), rotation)
+                if found is not None:
+                    each.timing = min(before, found, key=lambda times: ranking.cost_ms(times, policy))
 
 
 def _leaders(usable: Sequence[_Tried], cost: Callable[[_Tried], float], judge: _Judge) -> list[_Tried]:

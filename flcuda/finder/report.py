@@ -27,8 +27,8 @@ from rich.text import Text
 from flcuda import device as devices
 from flcuda.device import Device
 from flcuda.errors import FlcudaError
-from flcuda.finder import measure, ranking
 from flcuda.finder import peaks as machine
+from flcuda.finder import ranking
 from flcuda.finder.candidate import Candidate, Runner
 from flcuda.finder.choice import Choice, Key
 from flcuda.finder.peaks import Peaks
@@ -367,12 +367,9 @@ class FindReport:
         """Sorts usable rows anew."""
         if self.device.kind == "cpu":
             return self._ranked_cpu(usable)
-        # Of what ranked the search, a few samples have said already who cannot win; of anything else they have not.
-        fine = {
-            row.label
-            for row in usable
-            if policy.time == self.key.policy.time and _timing(row).samples > measure.COARSE_REPEATS
-        }
+        # Of what ranked the search, coarse samples have said already who cannot win; of anything else they have not.
+        # A coarse time is that of one sample.
+        fine = {row.label for row in usable if policy.time == self.key.policy.time and _timing(row).samples > 1}
         return [
             row
             for group in (True, False)

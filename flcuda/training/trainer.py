@@ -25,7 +25,7 @@ from flcuda.data import (
 )
 from flcuda.data.prefetch import DeviceTransform, Iteration
 from flcuda.errors import FlcudaError
-from flcuda.optim import SGD
+from flcuda.optim import Optimizer
 from flcuda.training.meters import Meter
 
 
@@ -124,7 +124,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: SGD,
+        optimizer: Optimizer,
         train: Dataset,
         test: Dataset | None = None,
         *,
@@ -191,7 +191,8 @@ class Trainer:
 
         Raises:
             ValueError: a label that is no class; names the sample.
-            FlcudaError: the loss is no longer a finite number, or no image of an epoch could be served.
+            FlcudaError: the loss is no longer a finite number, no image of an epoch could be served, or the scaler
+                skipped too many steps in a row.
         """
         if epochs < 0:
             raise ValueError(f"epochs must not be negative, not {epochs}")
@@ -235,6 +236,9 @@ class Trainer:
                 self.step += 1
                 reporter.add(loss, logits, batch.target)
         reporter.finish()
+        if self.scaler is not None:
+            # The host has just waited, and an error that is on its way should not come in the next epoch.
+            self.scaler.check()
         trained = time.perf_counter() - start
         meter = reporter.meter
         tested: tuple[float | None, float | None] = (None, None)
@@ -270,10 +274,10 @@ class Trainer:
         return logits
 
     def _update(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.step(self.optimizer, loss)
             return
-        self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 

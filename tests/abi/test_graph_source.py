@@ -363,6 +363,17 @@ def test_imprecise_engines_are_refused(note, text):
     assert module._candidate(problem, configuration, errata.Gpu(90, 92800)).reason is None
 
 
+@pytest.mark.parametrize(("math", "text"), [("fma", "on float32 operands that is TF32"), ("tensor_op", None)])
+def test_what_calls_cublaslt_may_use_tensor_cores(math, text):
+    problem = Problem.parse(f"graph {math}; a float32 4x64x32; b float32 4x32x64; y = matmul(%a, %b); out y")
+    configuration = SimpleNamespace(
+        engine_id=0, numerical_notes=(), behavior_notes=("cublaslt_dependency",), knobs={}, deterministic=True
+    )
+    candidate = module._candidate(problem, configuration, errata.Gpu(90, 91900))
+    assert candidate.math == "tensor_op"
+    assert text in candidate.reason if text else candidate.reason is None
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -168,12 +168,20 @@ def test_mixed_devices_are_an_error(cupy):
 
 
 def test_a_row_of_skips_raises(cupy, rng):
+    """By itself, some steps later: here the device is given the time."""
     model = network("float16", "cuda")
     optimizer = optim.SGD(model, 0.05)
     scaler = amp.DynamicScaler()
     x = cupy.asarray(rng.standard_normal((8, 3, 6, 8)).astype(np.float32))
     target = cupy.asarray(rng.integers(0, 10, 8))
-    for _ in range(49):
-        scaler.step(optimizer, F.cross_entropy(Poison.apply(model(x)), target))
-    with pytest.raises(FlcudaError, match="50 steps in a row"):
-        scaler.step(optimizer, F.cross_entropy(Poison.apply(model(x)), target))
+
+    def steps(count):
+        for _ in range(count):
+            scaler.step(optimizer, F.cross_entropy(Poison.apply(model(x)), target))
+            cupy.cuda.Device().synchronize()
+
+    steps(50)
+    with pytest.raises(FlcudaError, match=r"5\d steps in a row up to step 5\d .*'0\.weight'"):
+        steps(10)
+    with pytest.raises(FlcudaError, match=r"5\d steps in a row"):
+        scaler.check()

@@ -13,8 +13,14 @@ import pytest
 from flcuda import kernel_loader
 
 
-def build(name: str, folder: Path) -> ctypes.CDLL:
-    """Compiles tests/unit/NAME_on_host.cpp into a folder and loads it; skips the test where there is no g++."""
+def build(name: str, folder: Path, options: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compiles tests/unit/NAME_on_host.cpp into a folder and loads it; skips the test where there is no g++.
+
+    Args:
+        name: of the file.
+        folder: any that is empty.
+        options: of the compiler, beside the usual ones.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here")
@@ -22,7 +28,7 @@ def build(name: str, folder: Path) -> ctypes.CDLL:
         (folder / header).touch()
     built = folder / f"{name}.so"
     source = Path(__file__).with_name(f"{name}_on_host.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-o", built, source]
+    command: list[str | Path] = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *options, "-o", built, source]
     subprocess.run([*command, f"-I{folder}", f"-I{kernel_loader.kernel_dir()}"], check=True)
     return ctypes.CDLL(str(built))
 
@@ -32,11 +38,13 @@ def run(
     function: str,
     grid: Sequence[int],
     block: Sequence[int],
-    arrays: Sequence[Any],
-    arguments: Sequence[np.generic],
+    arguments: Sequence[Any],
 ) -> None:
-    """Launches a kernel: the addresses of the arrays, then the other arguments, each by its NumPy type."""
-    addresses = [np.uint64(array.__array_interface__["data"][0]) for array in arrays]
-    values = [np.array(value) for value in (*addresses, *arguments)]
+    """Launches a kernel as kernel_loader does: of arrays the addresses, numbers by their NumPy types, None as null."""
+    values = [np.array(each if isinstance(each, np.generic) else _address(each)) for each in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
     assert library.run(function.encode(), *grid, *block, pointers) == 0, function
+
+
+def _address(array: Any) -> np.uint64:
+    return np.uint64(0 if array is None else array.__array_interface__["data"][0])

@@ -1,6 +1,7 @@
-// Runs the kernels of a file of kernels/ on a processor: a fiber a thread, a block after the other. __syncthreads() goes
-// on with the next fiber, so that all have reached it before one passes it. Conversions of 16-bit types round to nearest
-// even. Include folders: kernels/, and one with an empty cuda_fp16.h and cuda_bf16.h.
+// Runs the kernels of a file of kernels/ on a processor: a fiber a thread, a block after the other. A barrier goes on with
+// the next fiber until all threads of the block, or of the warp, have reached it; threads that have ended do not count.
+// Conversions of 16-bit types round to nearest even. Include folders: kernels/, and one with an empty cuda_fp16.h and
+// cuda_bf16.h.
 //
 // Whoever includes this first defines KERNEL_FILE, KERNELS, a list of KERNEL(name), and perhaps INSTANCES of templates.
 // Arrays in shared memory are static. For a file whose shared memory is an extern array, define __shared__ as nothing.
@@ -31,7 +32,30 @@ static ucontext_t scheduler;
 static std::vector<ucontext_t> fibers;
 static std::vector<char> ended;
 static int running;
-static void __syncthreads() { swapcontext(&fibers[running], &scheduler); }
+
+// Those who wait for each other: a block, or a warp.
+struct Group {
+  int members, arrived, generation;
+  void release_if_complete() {
+    if (arrived == 0 || arrived < members) return;
+    arrived = 0;
+    ++generation;
+  }
+  void wait() {
+    int mine = generation;
+    ++arrived;
+    release_if_complete();
+    while (generation == mine) swapcontext(&fibers[running], &scheduler);
+  }
+  void leave() {
+    --members;
+    release_if_complete();
+  }
+};
+static Group block_group;
+static std::vector<Group> warp_groups;
+static std::vector<std::vector<char>> exchanged;
+static void __syncthreads() { block_group.wait(); }
 
 struct __half {
   uint16_t bits;
@@ -82,9 +106,53 @@ static long long __double_as_longlong(double value) { return as<long long>(value
 static float __int_as_float(int value) { return as<float>(value); }
 static double __longlong_as_double(long long value) { return as<double>(value); }
 static unsigned __umulhi(unsigned a, unsigned b) { return ((uint64_t)a * b) >> 32; }
+
+// What the threads of a warp, all 32 of them, tell each other.
 template <class T>
-static T __shfl_down_sync(unsigned, T value, int) {
+static T from_lane(T value, int lane) {
+  Group& warp = warp_groups[running / 32];
+  exchanged[running].assign((char*)&value, (char*)&value + sizeof(T));
+  warp.wait();
+  std::memcpy(&value, exchanged[running / 32 * 32 + lane].data(), sizeof(T));
+  warp.wait();
   return value;
+}
+template <class T>
+static T __shfl_down_sync(unsigned, T value, int distance) {
+  int lane = running % 32;
+  return from_lane(value, lane + distance < 32 ? lane + distance : lane);
+}
+template <class T>
+static T __shfl_sync(unsigned, T value, int lane) {
+  return from_lane(value, lane);
+}
+static int __any_sync(unsigned, int value) {
+  int any = 0;
+  for (int lane = 0; lane < 32; ++lane) any |= from_lane(value, lane);
+  return any != 0;
+}
+static int __syncthreads_or(int value) {
+  static int votes[2], round_of_votes;
+  int round = round_of_votes;
+  if (value) votes[round] = 1;
+  __syncthreads();
+  int any = votes[round];
+  round_of_votes = 1 - round;
+  votes[1 - round] = 0;
+  __syncthreads();
+  return any;
+}
+static void __threadfence() {}
+template <class T>
+static T atomicAdd(T* place, T value) {
+  T before = *place;
+  *place += value;
+  return before;
+}
+static int atomicMin(int* place, int value) {
+  int before = *place;
+  if (value < before) *place = value;
+  return before;
 }
 
 #include KERNEL_FILE
@@ -119,6 +187,8 @@ static void** given;
 static void fiber(int thread) {
   launched.call(launched.function, given);
   ended[thread] = 1;
+  warp_groups[thread / 32].leave();
+  block_group.leave();
   swapcontext(&fibers[thread], &scheduler);
 }
 
@@ -138,6 +208,10 @@ extern "C" int run(const char* name, int grid_x, int grid_y, int block_x, int bl
     blockIdx = {(unsigned)(block % grid_x), (unsigned)(block / grid_x), 0};
     fibers.assign(threads, ucontext_t());
     ended.assign(threads, 0);
+    block_group = {threads, 0, 0};
+    warp_groups.clear();
+    for (int left = threads; left > 0; left -= 32) warp_groups.push_back({left < 32 ? left : 32, 0, 0});
+    exchanged.resize(threads);
     for (int thread = 0; thread < threads; ++thread) {
       getcontext(&fibers[thread]);
       fibers[thread].uc_stack.ss_sp = stacks[thread].data();

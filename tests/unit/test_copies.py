@@ -224,7 +224,7 @@ def run_on_host(tmp_path_factory):
     library = host_kernels.build("rewrite", tmp_path_factory.mktemp("kernels"))
 
     def run(launch, target, source) -> None:
-        host_kernels.run(library, launch.function, launch.grid, launch.block, (target, source), launch.arguments)
+        host_kernels.run(library, launch.function, launch.grid, launch.block, (target, source, *launch.arguments))
 
     return run
 

@@ -333,7 +333,7 @@ class HostRunner:
         )
         # NaN, in which what was written behind the end is seen too
         shared[...] = 0x7FC5A5A5
-        host_kernels.run(self._library, name, launch.grid, launch.block, arrays, launch.arguments)
+        host_kernels.run(self._library, name, launch.grid, launch.block, (*arrays, *launch.arguments))
         assert (shared[launch.shared // 4 :] == 0x7FC5A5A5).all(), f"{name}: shared memory"
 
 

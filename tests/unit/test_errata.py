@@ -164,11 +164,35 @@ def test_a_graph_has_the_faults_of_its_convolutions_but_not_of_numbered_engines(
         ("69", "backward_filter n2 c1 2x7 k2 4x2 p2 d1x2 tf32 nhwc", True),
         ("69", "backward_filter n2 c2 2x7 k2 4x2 p2 d1x2 tf32 nhwc", False),
         ("4", "backward_filter n3 c6 9 k6 1 p2 g2 float64 nchw ys:177x29x2", True),
+        ("6", "forward n8 c64 28x28 k64 5x5 p2 float32 nchw", True),
+        ("6", "forward n8 c64 28x28 k64 3x3 p1 float32 nchw", False),
+        ("6", "forward n8 c64 28x28 k64 5x5 p2 float16 nchw", False),
+        ("7", "backward_data n8 c96 27x27 k256 5x5 p2 g2 float32 nchw", True),
+        ("7", "backward_data n8 c96 27x27 k256 3x3 p1 g2 float32 nchw", False),
+        ("2", "forward n8 c64 28x28 k64 3x3 p1 float64 nchw", True),
+        ("2", "forward n8 c64 28x28 k64 3x3 p1 float32 nchw", False),
     ],
 )
 def test_engines_that_gave_wrong_numbers(algo, line, fault):
     problem = ConvolutionProblem.parse(line)
     marked = apply(dataclasses.replace(candidate(), algo=algo), problem, Gpu(90, 91900))
+    assert (marked.reason is not None) is fault
+
+
+@pytest.mark.parametrize(
+    ("parts", "precision", "fault"),
+    [
+        (2048, "bfloat16", True),
+        (129, "bfloat16", True),
+        (128, "bfloat16", False),
+        (None, "bfloat16", False),
+        (2048, "float16", False),
+    ],
+)
+def test_many_parts_of_a_sum_in_bfloat16(parts, precision, fault):
+    problem = ConvolutionProblem.parse(f"backward_filter n253 c17 57x41 k19 5x5 p2 {precision} nchw")
+    knobs = (("tile_size", 1),) if parts is None else (("split_k", parts), ("tile_size", 1))
+    marked = apply(candidate(algo="47", parameters=knobs), problem, Gpu(90, 91900))
     assert (marked.reason is not None) is fault
 
 

@@ -277,6 +277,24 @@ class TestRounds:
         assert algos(rows) == ["first", "second"]
         assert gpu.rounds == [["first", "second"]]
 
+    def test_two_disturbed_samples_put_nobody_out_of_the_race(self, gpu, monkeypatch):
+        disturbed = []
+
+        def woken(run, repeats, fine):
+            found = timing_of(run, repeats, fine)
+            if gpu.runs[-1] == "first" and gpu.runs.count("first") in (2, 3):
+                disturbed.append(found)
+                return timing.summary([1.12 * found.median_ms], [0.005])
+            return found
+
+        timing_of = gpu.timing_of
+        monkeypatch.setattr(gpu, "timing_of", woken)
+        rows = on_gpu([gpu.add("first", 1.0), gpu.add("second", 1.01), gpu.add("third", 1.4)])
+        assert len(disturbed) == 2
+        assert algos(rows) == ["first", "second", "third"]
+        assert gpu.rounds == [["first", "second"]]
+        assert gpu.runs.count("third") == 3
+
     def test_without_a_fine_round_the_coarse_ones_rank(self, gpu):
         first = on_gpu([gpu.add("a", 1.0), gpu.add("b", 2.0), gpu.add("c", 9.0)], fine=False)
         assert algos(first) == ["a", "b", "c"]

@@ -32,6 +32,13 @@ def network(precision: str = "float32", seed: int = 0) -> nn.Sequential:
     )
 
 
+def test_any_seed_of_64_bits_is_one():
+    for seed in (0, 2**63, 2**64 - 1):
+        draws = nn.Draws(seed)
+        assert draws.seed == seed
+        nn.Dropout(0.25, device="cpu", seed=draws)
+
+
 @pytest.mark.parametrize("precision", list(nn.PRECISIONS))
 def test_a_network_in_every_precision(rng, precision):
     model = network(precision)

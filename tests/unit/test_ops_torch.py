@@ -7,6 +7,7 @@ import pytest
 from helpers import assert_close
 from step_cases import Storage
 
+from flcuda import functional, nn, optim
 from flcuda.ops import batch_norm, loss, optimizer, pooling
 
 torch = pytest.importorskip("torch")
@@ -107,26 +108,84 @@ def test_cross_entropy(smoothing: float, ignored: int, rng: np.random.Generator)
         assert_close(loss.cross_entropy_backward(np.array(3.0), saved), x.grad.numpy(), "float64")
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
-def test_sgd(options: dict[str, Any], rng: np.random.Generator) -> None:
-    storage = Storage("float64", "cpu")
-    storage.velocity[...] = 0
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("SGD", {"momentum": 0.8, "dampening": 0.3}),
+        ("Adam", {}),
+        ("Adam", {"betas": (0.3, 0.9), "eps": 1e-3}),
+        ("AdamW", {}),
+        ("AdamW", {"betas": (0.95, 0.99), "eps": 1e-6}),
+    ],
+    ids=str,
+)
+def test_optimizers(kind: str, options: dict[str, Any], dtype: str, rng: np.random.Generator) -> None:
+    storage = Storage(dtype, "cpu")
     storage.decay[...] = 1
+    steps = np.zeros(1, np.int64)
+    states = [np.zeros_like(storage.master) for _ in range(1 if kind == "SGD" else 2)]
     parameter = torch.nn.Parameter(torch.tensor(storage.master.copy()))
-    peer = torch.optim.SGD([parameter], lr=0.1, weight_decay=1e-2, **options)
-    for _ in range(4):
-        storage.grad[...] = rng.normal(size=storage.grad.shape)
+    peer = getattr(torch.optim, kind)([parameter], lr=0.1, weight_decay=1e-2, foreach=False, **options)
+    for step in range(6):
+        storage.grad[...] = rng.normal(size=storage.grad.shape) * 10.0 ** (step - 3)
         parameter.grad = torch.tensor(storage.grad.copy())
+        storage.lr[...] = peer.param_groups[0]["lr"] = 0.1 / (step + 1)
         peer.step()
-        optimizer.sgd_update(
-            storage.master,
-            storage.master,
-            storage.grad,
-            storage.velocity,
-            storage.offsets,
-            storage.decay,
-            storage.lr,
-            weight_decay=1e-2,
-            **options,
-        )
-    assert_close(storage.master, parameter.detach().numpy(), "float64")
+        head = (storage.master, storage.master, storage.grad)
+        common = (storage.offsets, storage.decay, storage.lr)
+        if kind == "SGD":
+            optimizer.sgd_update(*head, *states, *common, weight_decay=1e-2, steps=steps, **options)
+        else:
+            decoupled = kind == "AdamW"
+            optimizer.adam_update(*head, *states, *common, steps, weight_decay=1e-2, decoupled=decoupled, **options)
+        optimizer.advance_steps(steps)
+        assert_close(storage.master, parameter.detach().numpy().astype(np.float64), dtype)
+    kept = peer.state[parameter]
+    names = ("exp_avg", "exp_avg_sq") if kind != "SGD" else ("momentum_buffer",) if "momentum" in options else ()
+    for name, state in zip(names, states, strict=bool(names)):
+        assert_close(state, kept[name].numpy().astype(np.float64), dtype, name)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 50.0, 5000.0])
+def test_clipping(max_norm: float, rng: np.random.Generator) -> None:
+    gradients = [rng.normal(size=size) for size in (5, 1, 3000, 0)]
+    sums = np.array([np.square(g).sum() for g in gradients])
+    parameters = [torch.nn.Parameter(torch.zeros(g.size, dtype=torch.float64)) for g in gradients]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = torch.tensor(g)
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    factor, flags = np.zeros(1), np.zeros(2 + 4, np.int32)
+    # gradients were stored times 64
+    optimizer.clip_factor(sums * 64**2, np.array([1 / 64]), max_norm, flags, factor)
+    assert not flags.any()
+    for p, g in zip(parameters, gradients, strict=True):
+        # PyTorch adds 1e-6 to the norm
+        np.testing.assert_allclose(g * factor, p.grad.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("SGD", {"momentum": 0.9, "dampening": 0.1}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.1})],
+)
+def test_optimizers_of_a_model(kind: str, options: dict[str, Any], rng: np.random.Generator) -> None:
+    """Through the arenas, with clipping, against PyTorch's parameters one by one."""
+    place = {"device": "cpu", "precision": "float64"}
+    model = nn.Sequential(nn.Linear(7, 5, seed=1, **place), nn.ReLU(), nn.Linear(5, 3, seed=2, **place))
+    own = getattr(optim, kind)(model, lr=0.05, max_norm=0.5, **options)
+    parameters = [torch.nn.Parameter(torch.tensor(p.values())) for p in model.parameters()]
+    peer = getattr(torch.optim, kind)(parameters, lr=0.05, **options)
+    for _ in range(5):
+        x, target = rng.normal(size=(8, 7)), rng.integers(0, 3, 8)
+        own.zero_grad()
+        functional.cross_entropy(model(x), target).backward()
+        for p, q in zip(model.parameters(), parameters, strict=True):
+            q.grad = torch.tensor(np.array(p.grad))
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        peer.step()
+        own.step()
+    for p, q in zip(model.parameters(), parameters, strict=True):
+        np.testing.assert_allclose(p.values(), q.detach().numpy(), rtol=1e-5, atol=1e-7)

@@ -10,7 +10,15 @@ from flcuda import device as devices
 from flcuda import functional as F
 from flcuda import nn, optim
 from flcuda.autograd import Tensor
-from flcuda.parameters import Arena, BatchNormState, Parameter, Statistics, build_arenas, build_statistics
+from flcuda.parameters import (
+    Arena,
+    BatchNormState,
+    Parameter,
+    Statistics,
+    build_arenas,
+    build_statistics,
+    gradient_number,
+)
 
 DTYPES = list(devices.DTYPES)
 
@@ -116,6 +124,24 @@ def test_missing_gradients_are_zeros_for_the_update(rng):
     assert [bool(np.all(p.buffer == (i == 3))) for i, (_, p) in enumerate(named)] == [True] * 5
     arena.zero_grad()
     assert all(p.grad is None for _, p in named)
+
+
+def test_an_arena_knows_when_it_was_given_a_gradient(rng):
+    arenas = [build_arenas(parameters(rng, "float32", "nchw"))[0] for _ in range(2)]
+    assert [arena.last_gradient for arena in arenas] == [0, 0]
+    first, second = (arena.parameters[0] for arena in arenas)
+    first.receive(np.ones(first.shape, np.float32))
+    between = gradient_number()
+    second.receive(np.ones(second.shape, np.float32))
+    assert 0 < arenas[0].last_gradient < between < arenas[1].last_gradient
+    seen = arenas[0].last_gradient
+    arenas[0].zero_grad()
+    arenas[0].fill_missing()
+    assert arenas[0].last_gradient == seen
+    (first * 2.0).backward(np.ones(first.shape, np.float32))
+    assert arenas[0].last_gradient > arenas[1].last_gradient
+    # Gradients that move into another arena count as given there.
+    assert build_arenas([("a", first)])[0].last_gradient > seen
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])

@@ -154,7 +154,7 @@ class TestTraining:
             trainer = make_trainer(dataset, precision=precision, scaler=scaler)
             if interrupted:
                 with monkeypatch.context() as patch:
-                    patch.setattr(optim.SGD, "step", raise_interrupt)
+                    patch.setattr(optim.SGD, "apply", raise_interrupt)
                     with pytest.raises(KeyboardInterrupt):
                         trainer.fit(1)
             trainer.fit(1)

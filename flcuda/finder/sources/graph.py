@@ -93,7 +93,7 @@ COMPILED_AROUND = 4
 together. An H200's host took a quarter of a second for each, whatever the number of threads. See Note [wide]."""
 
 SLOW = frozenset(("19", "69", "77", "80", "84"))
-"""Engines that a wide search does not ask beyond what heuristics list first. One plan of 69 and 80 may keep the
+"""Engines of which no plan is compiled beyond what heuristics list first. One plan of 69 and 80 may keep the
 compiler for 10 to 16 seconds (3x3 and 7x7 filters), one of 77 for 2.5; those of 19, 77 and 84 took half a second and
 more, and ran 30 to 1000, 1.4 to 2.7 and 12 to 260 times as long as the best for each problem of ResNet-34 in float16
 (H200, cuDNN 9.19)."""
@@ -114,7 +114,9 @@ _REFUSED_NOTES = {
     "reduced_precision_reduction": "sums in a lower precision",
     "winograd_tile_13x13": "Winograd with 13x13 tiles is less exact than TF32",
 }
-_TENSOR_CORE = "tensor_core"
+_TENSOR_CORES = frozenset(("tensor_core", "cublaslt_dependency"))
+"""What says that an engine may use tensor cores. Those that call cuBLASLt do not carry the first note, and computed
+float32 products of strict float32 graphs in TF32 (H200, cuDNN 9.19: off by 1e-3 of the root mean square)."""
 _TAKES_ALL = "0"
 _COMPILED = "runtime_compilation"
 _MODES = ("A", "fallback", "B")
@@ -673,7 +675,7 @@ class _Rules:
         """
         usable = [offer.candidate for offer in known.values() if offer.candidate.reason is None]
         heard = collections.Counter(candidate.algo for candidate in usable)
-        tensor_cores = any(_TENSOR_CORE in candidate.notes for candidate in usable)
+        tensor_cores = any(candidate.math == "tensor_op" for candidate in usable)
         taken: dict[object, _Judged] = {}
         for configuration in configurations:
             # before its knobs are read, which takes cuDNN longest
@@ -685,7 +687,7 @@ class _Rules:
                 continue
             candidate = self.candidate(configuration)
             if candidate.reason is None:
-                slow = tensor_cores and _TENSOR_CORE not in candidate.notes
+                slow = tensor_cores and candidate.math != "tensor_op"
                 last = candidate.algo == _TAKES_ALL and heard.total() > OF_EACH
                 if slow or last:
                     continue
@@ -780,8 +782,8 @@ def _largest(policy: Policy, handle: Handle | None, properties: DeviceProperties
 
 def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -> Candidate:
     """Makes the candidate of a configuration whose plan is not built yet; with the reason when it must not be used."""
-    notes = configuration.numerical_notes
-    tensor_cores = _TENSOR_CORE in notes and problem.contracts and problem.compute != "float64"
+    notes = (*configuration.numerical_notes, *configuration.behavior_notes)
+    tensor_cores = not _TENSOR_CORES.isdisjoint(notes) and problem.contracts and problem.compute != "float64"
     reason = next((why for note, why in _REFUSED_NOTES.items() if note in notes), None)
     if reason is None and tensor_cores and problem.math == "fma":
         reason = "uses tensor cores, which math 'fma' forbids"
@@ -795,7 +797,7 @@ def _candidate(problem: Problem, configuration: EngineConfig, gpu: errata.Gpu) -
         deterministic=configuration.deterministic,
         build=lambda: GraphRunner(configuration.plan(), None),
         parameters=tuple(configuration.knobs.items()),
-        notes=(*notes, *configuration.behavior_notes),
+        notes=notes,
         reason=reason,
     )
     return errata.apply(candidate, problem, gpu)
