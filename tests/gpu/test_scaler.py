@@ -85,6 +85,9 @@ class Case:
         self.x = place(np.zeros((8, 3, 4, 4), np.float32), where)
         self.target = place(np.zeros(8, np.int64), where)
         self.factor = place(np.ones(1), where)
+        if where == "cuda":
+            # Made on this stream; the tests go on with it on another one, which does not wait for this one.
+            device.cupy().cuda.get_current_stream().synchronize()
 
     def batch(self, seed: int, invalid: bool = False) -> None:
         rng = np.random.default_rng(seed)
@@ -335,6 +338,7 @@ def test_a_captured_step_outlives_another_optimizers_steps_with_its_scaler(cupy)
     model = nn.Module()
     model.w = Parameter(np.ones(3), device="cuda")
     optimizer = optim.SGD(model, 0.5)
+    cupy.cuda.get_current_stream().synchronize()
     pool = cupy.cuda.MemoryPool()
     graphs: list[Any] = []
     stream = cupy.cuda.Stream(non_blocking=True)
