@@ -78,9 +78,9 @@ __device__ inline float level(uint32 word) {
 
 // Four bytes at any address, by two aligned words; the four bytes behind must be there as well.
 __device__ inline uint32 load_word(const uint8* at) {
-  const uint32* words = (const uint32*)((uint64)at & ~3ull);
-  uint32 shift = ((uint32)(uint64)at & 3u) * 8u;
-  return __funnelshift_r(words[0], words[1], shift);
+  uint32 beyond = (uint32)(uint64)at & 3u;
+  const uint32* words = (const uint32*)(at - beyond);  // not from a number: the compiler would not know the memory
+  return __funnelshift_r(words[0], words[1], beyond * 8u);
 }
 
 // The first `count` of four bytes, zeros behind them.

@@ -209,7 +209,7 @@ def _open_data(spec: str, device: "Device", seed: int) -> "ImageData":
     if name == "fashion-mnist":
         return data.fashion_mnist(folder, seed) if rest else data.fashion_mnist(seed=seed)
     if name == "folder" and rest:
-        return data.augmented_folder(folder)
+        return data.image_folder(folder, device)
     if name == "synthetic":
         if rest and not (rest.isdecimal() and int(rest)):
             raise ValueError(f"--data synthetic:N needs a whole number of at least 1, not {rest!r}")

@@ -16,9 +16,9 @@ from flcuda.data.dataset import (
     read_idx,
     synthetic,
 )
-from flcuda.data.decode import DecodeError, Decoder, decode
+from flcuda.data.decode import Decoder, decode
 from flcuda.data.epochs import BatchDataset, DistributedDataset, ShuffleDataset, batch_indices, batches
-from flcuda.data.folder import ImageFiles, ImageFolder, augmented_folder, image_files, image_folder
+from flcuda.data.folder import ImageFiles, image_files, image_folder
 from flcuda.data.images import ImageBatch
 from flcuda.data.prefetch import PrefetchDataset
 from flcuda.data.sample import Sample
@@ -33,6 +33,7 @@ from flcuda.data.transforms import (
     Transform,
     channel_statistics,
 )
+from flcuda.errors import DecodeError
 
 __all__ = [
     "Augment",
@@ -49,7 +50,6 @@ __all__ = [
     "ImageBatch",
     "ImageData",
     "ImageFiles",
-    "ImageFolder",
     "MergeDataset",
     "Normalize",
     "PadCrop",
@@ -60,7 +60,6 @@ __all__ = [
     "TensorDataset",
     "Transform",
     "TransformDataset",
-    "augmented_folder",
     "batch_indices",
     "batches",
     "channel_statistics",

@@ -30,7 +30,7 @@ from PIL.PngImagePlugin import PngImageFile
 from flcuda.data.images import ImageBatch, places_of
 from flcuda.data.nvimgcodec import Nvimgcodec, PlacedImage, find_nvimgcodec
 from flcuda.device import CPU, Device, resolve
-from flcuda.errors import FlcudaError
+from flcuda.errors import DecodeError
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -65,29 +65,6 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _KEPT_ERRORS = 100
-
-
-class DecodeError(FlcudaError, ValueError):
-    """An image file is broken, or is none.
-
-    Args:
-        name: the file, or what the caller called the bytes.
-        reason: what is wrong with it, such as "is empty".
-        unread: the file could not be read, which may pass; what is in it is not known.
-    """
-
-    def __init__(self, name: str, reason: str, *, unread: bool = False) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
-        self.unread = unread
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.reason}"
-
-    def fresh(self) -> "DecodeError":
-        """Returns an error like it, to be raised: one that was raised keeps its traceback and notes."""
-        return DecodeError(self.name, self.reason, unread=self.unread)
 
 
 def decode(source: Path | str | bytes, channels: int = 3, name: str | None = None) -> NDArray[np.uint8]:
@@ -248,6 +225,11 @@ class Decoder:
         self._start()
 
     @property
+    def uses_nvimgcodec(self) -> bool:
+        """Whether nvImageCodec decodes what it can; on CUDA this loads it."""
+        return self._find_engine() is not None
+
+    @property
     def description(self) -> str:
         """Who decodes, in words; on CUDA this loads nvImageCodec and tries which of its backends work."""
         engine = self._find_engine()
@@ -279,7 +261,7 @@ class Decoder:
         if engine is not None:
             return self._decode_on_device(engine, files, names)
         results = self._decode_all(files, names, range(len(files)))
-        kept, errors = self._sort_out(results)
+        kept, errors = self._sort_out(results, names)
         if not len(kept):
             return Decoded(None, kept, errors)
         batch = ImageBatch.of([results[place] for place in kept])
@@ -299,74 +281,95 @@ class Decoder:
         """
         files, names = _checked_sources(sources, names)
         results = self._decode_all(files, names, range(len(files)))
-        self._sort_out(results)
+        self._sort_out(results, names)
         return results
 
-    def _decode_all(
-        self, sources: Sequence[Path | bytes], names: Sequence[str], places: Sequence[int]
-    ) -> list[NDArray[np.uint8] | DecodeError]:
-        return self._map(lambda place: self._decode_one(sources[place], names[place]), places)
+    def _decode_all(self, sources: Sequence[Path | bytes], names: Sequence[str], places: Sequence[int]) -> list[Any]:
+        """Returns pixels, or the errors; where one is raised, nothing is decoded after it."""
+        # The first that failed, where one is raised.
+        first = [len(sources)]
 
-    def _decode_one(self, source: Path | bytes, name: str) -> NDArray[np.uint8] | DecodeError:
-        try:
-            return decode(source, self.channels, name)
-        except DecodeError as error:
-            if self.on_error == "raise":
-                raise
-            return error
-        except OSError as error:
-            if self.on_error == "raise":
-                raise
-            return _unread(name, error)
+        def one(place: int) -> Any:
+            if place > first[0]:
+                return None
+            try:
+                return decode(sources[place], self.channels, names[place])
+            except (DecodeError, OSError) as error:
+                if self.on_error == "raise":
+                    first[0] = min(first[0], place)
+                return error
+
+        return self._map(one, places)
 
     def _decode_on_device(self, engine: Nvimgcodec, sources: Sequence[Path | bytes], names: Sequence[str]) -> Decoded:
         results: list[Any] = [None] * len(sources)
         contents: list[bytes] = [b""] * len(sources)
         streams: dict[int, Any] = {}
+        others = []
         for place, (source, name) in enumerate(zip(sources, names, strict=True)):
             try:
-                contents[place] = _content(source, name)
+                contents[place] = content = _content(source, name)
             except (DecodeError, OSError) as error:
+                results[place] = error
                 if self.on_error == "raise":
-                    raise
-                results[place] = error if isinstance(error, DecodeError) else _unread(name, error)
+                    # What comes before it may be broken as well, and is named then.
+                    break
                 continue
-            stream = engine.code_stream(contents[place])
-            if stream is not None:
+            stream = engine.code_stream(content)
+            if stream is None:
+                others.append(place)
+            else:
                 streams[place] = stream
-        xp = self.device.xp
+        # While nothing of nvImageCodec's is taken, which other threads wait for.
+        _put(results, others, self._decode_all(contents, names, others))
         with self.device.use(), engine.decoded(list(streams.values()), self.channels) as images:
-            results_on_device = dict(zip(streams, images, strict=True))
-            for place, image in results_on_device.items():
-                results[place] = image
-            left = [place for place, result in enumerate(results) if result is None]
-            for place, result in zip(left, self._decode_all(contents, names, left), strict=True):
-                results[place] = result
-            kept, errors = self._sort_out(results)
-            if not len(kept):
-                return Decoded(None, kept, errors)
-            if not any(isinstance(results[place], PlacedImage) for place in kept):
-                return Decoded(self._moved(ImageBatch.of([results[place] for place in kept])), kept, errors)
-            sizes = np.array([results[place].shape[:2] for place in kept], np.int32)
-            offsets, total = places_of(sizes, self.channels)
-            pixels = xp.zeros(total, np.uint8)
-            for place, offset in zip(kept, offsets.tolist(), strict=True):
-                image = results[place]
-                if isinstance(image, PlacedImage):
-                    engine.copy(image, pixels, offset)
-                else:
-                    pixels[offset : offset + image.size] = xp.asarray(image.reshape(-1))
-            batch = ImageBatch(pixels, offsets, sizes, self.channels)
+            _put(results, list(streams), images)
+            refused = [place for place in streams if results[place] is None]
+            _put(results, refused, self._decode_all(contents, names, refused))
+            kept, errors = self._sort_out(results, names)
+            batch = self._placed(engine, [results[place] for place in kept.tolist()]) if len(kept) else None
         return Decoded(batch, kept, errors)
 
-    def _sort_out(self, results: Sequence[Any]) -> tuple[NDArray[np.int64], tuple[DecodeError, ...]]:
-        errors = tuple(result for result in results if isinstance(result, DecodeError))
-        kept = np.array([i for i, result in enumerate(results) if not isinstance(result, DecodeError)], np.int64)
+    def _placed(self, engine: Nvimgcodec, images: Sequence[Any]) -> ImageBatch:
+        """Copies images of nvImageCodec's and of the host into a batch on the device."""
+        on_device = [place for place, image in enumerate(images) if isinstance(image, PlacedImage)]
+        if not on_device:
+            return self._moved(ImageBatch.of(images))
+        xp = self.device.xp
+        sizes = np.array([image.shape[:2] for image in images], np.int32)
+        offsets, total = places_of(sizes, self.channels)
+        pixels = xp.zeros(total, np.uint8)
+        engine.copy([images[place] for place in on_device], pixels, offsets[on_device].tolist())
+        if len(on_device) < len(images):
+            for image, offset in zip(images, offsets.tolist(), strict=True):
+                if not isinstance(image, PlacedImage):
+                    pixels[offset : offset + image.size] = xp.asarray(image.reshape(-1))
+        return ImageBatch(pixels, offsets, sizes, self.channels)
+
+    def _sort_out(self, results: list[Any], names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[DecodeError, ...]]:
+        """Returns the places of what was decoded, and the errors of what was skipped; or raises the first error."""
+        kept = []
+        errors = []
+        for place, result in enumerate(results):
+            if not isinstance(result, DecodeError | OSError):
+                kept.append(place)
+                continue
+            if self.on_error == "raise":
+                # Its traceback has the frames that have the list: no cycle, which would keep the files for longer.
+                results.clear()
+                try:
+                    raise result
+                finally:
+                    del result
+            # Without its traceback, which has the file's bytes.
+            error = _unread(names[place], result) if isinstance(result, OSError) else result.fresh()
+            results[place] = error
+            errors.append(error)
         if errors:
             with self._lock:
                 self.skipped += len(errors)
                 self.last_errors.extend(errors)
-        return kept, errors
+        return np.array(kept, np.int64), tuple(errors)
 
     def _moved(self, batch: ImageBatch) -> ImageBatch:
         """Copies a batch from the host to this decoder's device."""
@@ -402,6 +405,11 @@ class Decoder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _put(results: list[Any], places: Sequence[int], found: Sequence[Any]) -> None:
+    for place, result in zip(places, found, strict=True):
+        results[place] = result
 
 
 def reason_of(error: Exception) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image
 
 from flcuda.data.chain import checked_index, checked_indices
-from flcuda.data.dataset import ImageData, TransformDataset, epoch_order
-from flcuda.data.decode import IMAGE_SUFFIXES, DecodeError, Decoder, Header, pillow_image, read_header
+from flcuda.data.dataset import ImageData, epoch_order
+from flcuda.data.decode import IMAGE_SUFFIXES, Decoder, Header, pillow_image, read_header
 from flcuda.data.images import ImageBatch
-from flcuda.data.transforms import Augment, Draws, Normalize
+from flcuda.data.transforms import Augment
+from flcuda.device import Device
+from flcuda.errors import DecodeError
 
 LABELS_FILE = "labels.txt"
 # Of ImageNet's training images, and customary for photographs; in units of the full scale.
@@ -91,80 +92,6 @@ def some_indices(indices: ArrayLike, length: int) -> NDArray[np.int64]:
     if not len(places):
         raise ValueError("indices must be at least one")
     return places
-
-
-class ImageFolder:
-    """Image files with labels, resized by the shorter side and cropped to one size.
-
-    Args:
-        files: image files of any kind that `decode` reads.
-        labels: int64 (N,), one a file.
-        size: height and width of the images served.
-        sides: shorter side before the crop, from and to; drawn anew by (seed, epoch, index) when training.
-        train: random side, random crop and random flip; else the lower side and the centre crop.
-        channels: 3 or 1.
-        seed: of the random numbers.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[Path],
-        labels: NDArray[np.int64],
-        *,
-        size: int,
-        sides: tuple[int, int],
-        train: bool,
-        channels: int = 3,
-        seed: int = 0,
-    ) -> None:
-        if len(files) != len(labels):
-            raise ValueError(f"files and labels must have one length, not {len(files)} and {len(labels)}")
-        if not size <= sides[0] <= sides[1]:
-            raise ValueError(f"sides must rise from at least size {size}, not {sides}")
-        self.files = tuple(files)
-        self.labels = labels
-        self.size = size
-        self.sides = sides
-        self.train = train
-        self.channels = channels
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        images, labels = self.batch(np.array([checked_index(index, len(self))], np.int64), 0)
-        return images[0], labels[0]
-
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Returns uint8 (N, channels, size, size) and int64 labels (N,)."""
-        images = np.empty((len(indices), self.channels, self.size, self.size), np.uint8)
-        draws = Draws(self.seed, epoch, indices).uniform() if self.train else None
-        low, high = self.sides
-        for place, index in enumerate(indices):
-            image = pillow_image(self.files[index], self.channels)
-            if draws is None:
-                width, height = _resized(image, low)
-                left, top = (width - self.size) // 2, (height - self.size) // 2
-            else:
-                side, across, down, mirror = draws[place]
-                width, height = _resized(image, low + int(side * (high - low + 1)))
-                left = int(across * (width - self.size + 1))
-                top = int(down * (height - self.size + 1))
-            # Resized and cropped at once: most pixels of the resized image are never computed, and a long thin image
-            # does not become a huge one.
-            box = (
-                left * image.width / width,
-                top * image.height / height,
-                (left + self.size) * image.width / width,
-                (top + self.size) * image.height / height,
-            )
-            cropped = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-            pixels = np.asarray(cropped).reshape(self.size, self.size, self.channels)
-            if draws is not None and mirror < 0.5:
-                pixels = pixels[:, ::-1]
-            images[place] = pixels.transpose(2, 0, 1)
-        return images, self.labels[indices]
 
 
 @dataclass(frozen=True)
@@ -245,69 +172,50 @@ class ImageTree:
     note: str
 
 
-def image_files(path: Path | str, decoder: Decoder | None = None) -> ImageTree:
+def image_files(path: Path | str, decoder: Decoder | None = None, *, device: Device | str | None = "cpu") -> ImageTree:
     """Returns the images of a folder with a sub-folder a class, at their own sizes; see `split_folder`.
 
     Args:
         path: the folder.
-        decoder: None decodes on the host and raises; to one channel when all files are grey, else three.
+        decoder: None raises what is broken, and decodes to one channel when all files are grey, else three: by
+            nvImageCodec onto `device` where it is there, else by Pillow on the host.
+        device: onto which to decode when no decoder is given.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no such folder.
         ValueError: no classes or images to divide; a broken file, or none but broken ones where the decoder skips.
+        DeviceNotFoundError: no such device.
     """
     split = split_folder(path)
     skip = decoder is not None and decoder.on_error == "skip"
     side, channels = _survey([*split.train[0], *split.test[0]], skip=skip)
-    decoder = Decoder(channels=channels) if decoder is None else decoder
+    if decoder is None:
+        decoder = Decoder(device, channels=channels)
+        if not decoder.uses_nvimgcodec:
+            # A prefetcher copies faster from the host than the decoder does: from page-locked memory.
+            decoder = Decoder(channels=channels)
     return ImageTree(
         ImageFiles(*split.train, decoder), ImageFiles(*split.test, decoder), split.classes, side, split.note
     )
 
 
-def image_folder(path: Path | str, seed: int = 0) -> ImageData:
-    """Returns the images of a folder with a sub-folder a class, cropped to one size; see `split_folder`.
+def image_folder(path: Path | str, device: Device | str | None = "cpu") -> ImageData:
+    """Returns the images of a folder with a sub-folder a class, whole, with transforms that make batches of them.
 
-    Images are served at 224x224 like ImageNet's, or at their own size when it is small; grey only when all of them are.
+    Training images are resized to a random shorter side, cropped at a random place and mirrored or not; those of the
+    test are resized and cropped in the middle. Images come out at 224x224 like ImageNet's, or at their own size when it
+    is small; grey only when all of them are. Samples are those of `ImageFiles`; the note says who decodes them.
 
     Args:
-        path: the folder.
-        seed: of the augmentation.
+        path: the folder, see `split_folder`.
+        device: where nvImageCodec decodes, if it is there; see `image_files`.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no such folder.
         ValueError: fewer than two classes, a class without images, a class for the test alone, or a broken file.
+        DeviceNotFoundError: no such device.
     """
-    split = split_folder(path)
-    side, channels = _survey([*split.train[0], *split.test[0]])
-    size, train_sides, test_side = _served_sizes(side)
-    test_sides = (test_side, test_side)
-    train_images = ImageFolder(*split.train, size=size, sides=train_sides, train=True, channels=channels, seed=seed)
-    test_images = ImageFolder(*split.test, size=size, sides=test_sides, train=False, channels=channels)
-    normalize = Normalize(*_photograph_statistics(channels))
-    return ImageData(
-        f"folder:{path}",
-        TransformDataset(train_images, normalize, seed=seed),
-        TransformDataset(test_images, normalize),
-        split.classes,
-        (channels, size, size),
-        split.note,
-    )
-
-
-def augmented_folder(path: Path | str) -> ImageData:
-    """Returns the images of a folder with a sub-folder a class, whole, with transforms that make batches of them.
-
-    The images and the random numbers are those of `image_folder`, but resized, cropped, mirrored and normalized on the
-    device, a batch at a time. Samples are those of `ImageFiles`.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError, ValueError: as `image_folder`.
-    """
-    tree = image_files(path)
+    tree = image_files(path, device=device)
     channels = tree.train.decoder.channels
     size, train_sides, test_side = _served_sizes(tree.side)
     mean, std = _photograph_statistics(channels)
@@ -317,7 +225,7 @@ def augmented_folder(path: Path | str) -> ImageData:
         tree.test,
         tree.classes,
         (channels, size, size),
-        tree.note,
+        f"{tree.note}; decoded by {tree.train.decoder.description}",
         (Augment(size, "resize-then-crop", sides=train_sides, mean=mean, std=std),),
         (Augment(size, "centre", sides=test_side, flip=0.0, mean=mean, std=std),),
     )
@@ -336,12 +244,6 @@ def _photograph_statistics(channels: int) -> tuple[tuple[float, ...], tuple[floa
     if channels == 3:
         return PHOTOGRAPH_MEAN, PHOTOGRAPH_STD
     return (float(np.mean(PHOTOGRAPH_MEAN)),), (float(np.mean(PHOTOGRAPH_STD)),)
-
-
-def _resized(image: Image.Image, side: int) -> tuple[int, int]:
-    """Returns the size that the image would have if its shorter side had `side` pixels."""
-    scale = side / min(image.size)
-    return max(side, round(image.width * scale)), max(side, round(image.height * scale))
 
 
 def _class_names(folder: Path, least: int) -> tuple[str, ...]:

@@ -1,18 +1,28 @@
-"""nvImageCodec on one CUDA device, and which JPEG files it is given."""
+"""nvImageCodec on one CUDA device, and which JPEG files it is given.
+
+Note [streams]: an image of nvImageCodec's belongs to the stream on which its memory was allocated, for good: reused on
+another one it makes the host wait for the first, and freed after that one is gone it ends the process. The streams of
+callers come and go (a prefetcher has new ones each epoch). So images are decoded on streams of this module's own, which
+outlive them, and callers wait for them by events, as they do for the callers' copies; the host does not wait.
+
+Note [engine]: a decoder with several backends gives its JPEG engine at most as many images as its first batch had,
+whatever the later batches have, and the rest to the next backend. So the engine has a decoder of its own, and a second
+one is asked for what the engine leaves.
+"""
 
 import contextlib
 import io
 import os
 import queue
 import re
-import struct
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -21,19 +31,27 @@ from flcuda.device import Array, Device, cupy
 BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_ONLY": "CPU"}
 """nvImageCodec's kinds of backends in the order in which they are asked, with what they are called here."""
 
+# The decoders of one instance: each is asked for what the one before it leaves. See Note [engine].
+_STAGES = (("HW_GPU_ONLY",), ("HYBRID_CPU_GPU", "CPU_ONLY"))
+# As Pillow does. The default has changed between versions.
+_OPTIONS = ":fancy_upsampling=1"
 # The last marker of a whole JPEG file is within so many bytes of its end; some programs pad or append a little.
 _JPEG_TAIL = 4096
 # Two batches under way keep the engine busy while the host prepares the next.
 _INSTANCES = 2
-# Device memory that nvImageCodec's own images may keep between batches.
+# Device memory that an instance's images may keep between batches.
 _KEPT_BYTES = 1 << 30
+# Of an image that all backends take, also an engine that has a least size.
+_PROBE_SIDE = 256
 # Of the whole process: its standard error is one, and what two threads put back in turn would not be the first.
 _QUIET_LOCK = threading.Lock()
 _UNUSED = re.compile("nvjpeg2|nvtiff", re.IGNORECASE)
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+# Pillow turns an image by this where EXIF does not say how.
+_XMP_TURNED = re.compile(rb'tiff:Orientation(?:="|>)[02-9]')
 
 
-@dataclass(frozen=True)
-class PlacedImage:
+class PlacedImage(NamedTuple):
     """Pixels in memory of nvImageCodec's, uint8 (height, width, channels): valid until its decoder is used again."""
 
     pointer: int
@@ -43,13 +61,13 @@ class PlacedImage:
 
 @dataclass(eq=False)
 class _Instance:
-    """One of nvImageCodec's decoders with the images that it writes into again and again."""
+    """Decoders of nvImageCodec's, and the images that they write into again and again; for one thread at a time."""
 
-    decoder: Any
+    decoders: list[Any]
+    # At each place of a batch, None where nothing was decoded yet.
     images: list[Any] = field(default_factory=list)
-    # The last copy out of those images, and its stream.
-    done: Any = None
-    stream: int = 0
+    # The last here, and the last to go.
+    stream: Any = None
 
 
 class Nvimgcodec:
@@ -79,40 +97,46 @@ class Nvimgcodec:
                 apply_exif_orientation=True, color_spec=module.ColorSpec.GRAY, allow_any_depth=False
             ),
         }
-        self._free: queue.LifoQueue[_Instance] = queue.LifoQueue()
-        for _ in range(_INSTANCES):
-            self._free.put(_Instance(self._new_decoder(tuple(BACKENDS))))
-        # An incompatible version shows now, not in the middle of an epoch; and twice, since the second reuses images.
-        for _ in range(2):
-            with device.use(), self.decoded([self.code_stream(_small_jpeg())], 3) as images:
-                if images[0] is None:
-                    raise RuntimeError("it cannot decode a small JPEG image")
+        # The longest unused first: what it decoded is done when it is used again, also when one thread decodes.
+        self._free: queue.SimpleQueue[_Instance] = queue.SimpleQueue()
+        # At the end of the process as well, while CUDA is still there.
+        weakref.finalize(self, _let_go, self._free)
+        with device.use():
+            for _ in range(_INSTANCES):
+                self._free.put(self._new_instance())
+            # An incompatible version shows now, not in the middle of an epoch; the second round reuses images.
+            for _ in range(2 * _INSTANCES):
+                with self.decoded([self.code_stream(_small_jpeg())], 3) as images:
+                    if images[0] is None:
+                        raise RuntimeError("it cannot decode a small JPEG image")
 
-    def _new_decoder(self, kinds: Sequence[str]) -> Any:
+    def _new_instance(self) -> _Instance:
+        decoders = []
+        for kinds in _STAGES[:-1]:
+            # No JPEG engine here.
+            with contextlib.suppress(RuntimeError):
+                decoders.append(self._new_decoder(kinds, self._threads))
+        # Of what the engine leaves there may be nothing in all the data: made when it is needed.
+        decoders.append(None if decoders else self._new_decoder(_STAGES[-1], self._threads))
+        return _Instance(decoders, stream=cupy().cuda.Stream(non_blocking=True))
+
+    def _new_decoder(self, kinds: Sequence[str], threads: int) -> Any:
+        """Returns one of nvImageCodec's decoders; RuntimeError when it has none of these kinds of backends here."""
         module = self._module
-        # A backend that this GPU lacks is left out by nvImageCodec, but some versions refuse it.
-        for first in range(len(kinds)):
+        return module.Decoder(
+            device_id=self._device.index,
+            max_num_cpu_threads=threads,
             # A hint of 1: all that the backend can decode. What it cannot goes on to the next.
-            backends = [module.Backend(getattr(module.BackendKind, kind), load_hint=1.0) for kind in kinds[first:]]
-            try:
-                return module.Decoder(
-                    device_id=self._device.index,
-                    max_num_cpu_threads=self._threads,
-                    backends=backends,
-                    # As Pillow does. The default has changed between versions.
-                    options=":fancy_upsampling=1",
-                )
-            except RuntimeError:
-                if first + 1 == len(kinds):
-                    raise
-        raise ValueError("kinds must be at least one")
+            backends=[module.Backend(getattr(module.BackendKind, kind), load_hint=1.0) for kind in kinds],
+            options=_OPTIONS,
+        )
 
     def working_backends(self) -> list[str]:
         """Decodes a small image with each kind of backend alone; returns those that could, in words."""
         found = []
         for kind, words in BACKENDS.items():
             with contextlib.suppress(RuntimeError), self._device.use():
-                decoder = self._new_decoder((kind,))
+                decoder = self._new_decoder((kind,), 1)
                 stream = self._module.CodeStream(_small_jpeg())
                 if decoder.decode([stream], params=self._parameters[3])[0] is not None:
                     found.append(words)
@@ -137,7 +161,7 @@ class Nvimgcodec:
 
     @contextlib.contextmanager
     def decoded(self, streams: Sequence[Any], channels: int) -> "Iterator[list[PlacedImage | None]]":
-        """Decodes; the images may be read on the current stream inside the `with`.
+        """Decodes; the images may be read on the stream that is current now, by what is queued inside the `with`.
 
         Args:
             streams: of `code_stream`; borrowed.
@@ -149,44 +173,78 @@ class Nvimgcodec:
         if not streams:
             yield []
             return
-        module = cupy()
-        current = module.cuda.get_current_stream()
+        current = cupy().cuda.get_current_stream()
         instance = self._free.get()
+        is_whole = False
         try:
-            if instance.done is not None and instance.stream != current.ptr:
-                current.wait_event(instance.done)
-            reused = instance.images[: len(streams)] if len(instance.images) >= len(streams) else None
-            options = {} if reused is None else {"images": reused}
-            images = instance.decoder.decode(
-                list(streams), params=self._parameters[channels], cuda_stream=current.ptr, **options
-            )
-            if reused is None and all(image is not None for image in images):
-                instance.images = list(images)
-            yield [None if image is None else _placed(image, channels) for image in images]
-            instance.done = module.cuda.Event(disable_timing=True)
-            instance.done.record(current)
-            instance.stream = current.ptr
-            if sum(image.capacity for image in instance.images) > _KEPT_BYTES:
-                instance.images = []
-        except BaseException:
-            # Who knows what is still written or read; new images next time.
-            instance.images = []
-            raise
+            try:
+                found = self._decode(instance, streams, channels)
+                current.wait_event(_event(instance.stream))
+                yield found
+                is_whole = True
+            finally:
+                # Before the images are decoded into or freed, which is in the order of their own stream.
+                instance.stream.wait_event(_event(current))
+                size = sum(image.capacity for image in instance.images if image is not None)
+                # After an error, who knows what is still written: new images next time.
+                if not is_whole or size > _KEPT_BYTES:
+                    instance.images = []
         finally:
             self._free.put(instance)
 
-    def copy(self, image: PlacedImage, pixels: Array, offset: int) -> None:
-        """Copies an image into a batch's pixels on the current stream."""
-        height, width, channels = image.shape
-        row = width * channels
+    def _decode(self, instance: _Instance, streams: Sequence[Any], channels: int) -> list[PlacedImage | None]:
+        found: list[PlacedImage | None] = [None] * len(streams)
+        images = instance.images
+        images += [None] * (len(streams) - len(images))
+        left: Sequence[int] = range(len(streams))
+        for stage, decoder in enumerate(instance.decoders):
+            if decoder is None:
+                with contextlib.suppress(RuntimeError):
+                    decoder = instance.decoders[stage] = self._new_decoder(_STAGES[-1], self._threads)
+                if decoder is None:
+                    break
+            results = decoder.decode(
+                [streams[place] for place in left],
+                images=[images[place] for place in left],
+                params=self._parameters[channels],
+                cuda_stream=instance.stream.ptr,
+            )
+            for place, image in zip(left, results, strict=True):
+                if image is not None:
+                    images[place] = image
+                    found[place] = _placed(image, channels)
+            left = [place for place in left if found[place] is None]
+            if not left:
+                break
+        return found
+
+    def copy(self, images: Sequence[PlacedImage], pixels: Array, offsets: Sequence[int]) -> None:
+        """Copies images into a batch's pixels on the current stream, each to its offset in bytes."""
         cuda = cupy().cuda
-        to = pixels.data.ptr + offset
-        stream = cuda.get_current_stream().ptr
-        kind = cuda.runtime.memcpyDeviceToDevice
-        if image.row_bytes == row:
-            cuda.runtime.memcpyAsync(to, image.pointer, row * height, kind, stream)
-        else:
-            cuda.runtime.memcpy2DAsync(to, row, image.pointer, image.row_bytes, row, height, kind, stream)
+        runtime, start, stream = cuda.runtime, pixels.data.ptr, cuda.get_current_stream().ptr
+        kind = runtime.memcpyDeviceToDevice
+        for (pointer, row_bytes, (height, width, channels)), offset in zip(images, offsets, strict=True):
+            row = width * channels
+            if row_bytes == row:
+                runtime.memcpyAsync(start + offset, pointer, row * height, kind, stream)
+            else:
+                runtime.memcpy2DAsync(start + offset, row, pointer, row_bytes, row, height, kind, stream)
+
+
+def _let_go(free: "queue.SimpleQueue[_Instance]") -> None:
+    """Frees what instances hold, the streams last; see Note [streams]."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            instance = free.get_nowait()
+            instance.images.clear()
+            instance.decoders.clear()
+
+
+def _event(stream: Any) -> Any:
+    """Returns an event after what is queued on a stream."""
+    event = cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
 
 
 def find_nvimgcodec(device: Device, threads: int) -> Nvimgcodec | None:
@@ -196,9 +254,9 @@ def find_nvimgcodec(device: Device, threads: int) -> Nvimgcodec | None:
             from nvidia import nvimgcodec
 
             return Nvimgcodec(nvimgcodec, device, threads)
-    except ModuleNotFoundError:
-        return None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in ("nvidia", "nvidia.nvimgcodec"):
+            return None
         words = _remarks(said())
         message = f"nvImageCodec does not start, Pillow decodes on the CPU instead: {error}"
         warnings.warn(f"{message} ({words})" if words else message, RuntimeWarning, stacklevel=2)
@@ -251,7 +309,7 @@ def _remarks(text: str) -> str:
 
 def _small_jpeg() -> bytes:
     stored = io.BytesIO()
-    Image.new("RGB", (64, 64), (200, 100, 50)).save(stored, "JPEG")
+    Image.new("RGB", (_PROBE_SIDE, _PROBE_SIDE), (200, 100, 50)).save(stored, "JPEG")
     return stored.getvalue()
 
 
@@ -265,7 +323,7 @@ def _placed(image: Any, channels: int) -> PlacedImage | None:
 
 
 def is_whole_ycc_jpeg(content: bytes) -> bool:
-    """Says whether bytes are a JPEG file with its end whose colours, if any, are YCbCr.
+    """Says whether bytes are a JPEG file with its end whose colours, if any, are YCbCr, and not turned by XMP.
 
     libjpeg's rules: JFIF says YCbCr; else Adobe's marker says it, if there is one; else the components' numbers.
     """
@@ -273,35 +331,31 @@ def is_whole_ycc_jpeg(content: bytes) -> bool:
         return False
     if content.rfind(b"\xff\xd9", max(2, len(content) - _JPEG_TAIL)) < 0:
         return False
-    if content[3] == 0xE0 and content[6:11] == b"JFIF\0":
-        return True
-    return _is_ycc(content)
-
-
-def _is_ycc(content: bytes) -> bool:
     place = 2
+    jfif = False
     adobe = None
-    while place + 4 <= len(content):
+    last = len(content) - 10
+    while place < last:
         if content[place] != 0xFF:
             return False
         marker = content[place + 1]
         if marker == 0xFF:
             place += 1
             continue
-        (length,) = struct.unpack_from(">H", content, place + 2)
-        body = content[place + 4 : place + 2 + length]
-        if marker == 0xE0 and body.startswith(b"JFIF\0"):
-            return True
-        if marker == 0xEE and body.startswith(b"Adobe") and len(body) >= 12:
-            adobe = body[11]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            if len(body) < 6:
+        body = place + 4
+        end = place + 2 + (content[place + 2] << 8 | content[place + 3])
+        if marker == 0xE0:
+            jfif = jfif or content.startswith(b"JFIF\0", body)
+        elif marker == 0xE1:
+            if content.startswith(_XMP, body) and _XMP_TURNED.search(content, body, end):
                 return False
-            count = body[5]
-            if count == 1:
-                return True
-            if count != 3:
-                return False
-            return bytes(body[6::3][:3]) != b"RGB" if adobe is None else adobe == 1
-        place += 2 + length
+        elif marker == 0xEE:
+            if content.startswith(b"Adobe", body) and body + 12 <= min(end, len(content)):
+                adobe = content[body + 11]
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            components = content[body + 5]
+            if components != 3:
+                return components == 1
+            return jfif or (content[body + 6 : end : 3] != b"RGB" if adobe is None else adobe == 1)
+        place = end
     return False

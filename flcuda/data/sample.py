@@ -20,7 +20,7 @@ What the ring needs of CUDA is the `Link`; without one (the CPU device) fields a
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +36,8 @@ from flcuda.errors import FlcudaError
 
 # Fields begin at multiples of so many bytes, as allocations do.
 _ALIGNMENT = 256
-# A buffer that is too small grows to what is needed and an eighth: batches of images differ a little in size.
+# Buffers have an eighth more than is needed: batches of images differ a little in size, and to free a buffer and to
+# allocate a larger one keeps the device from working.
 _HEADROOM = 8
 _GRANULE = 1 << 16
 _MIB = float(1 << 20)
@@ -133,8 +134,8 @@ class CudaLink:
         with device.use():
             # Non-blocking: the legacy default stream, on which consumers work by default, must not wait for copies.
             self._copy = self._cuda.Stream(non_blocking=True)
-            self._others: list[Any] = []
-            self._allocator = self._cuda.get_allocator()
+        # To load on, each with what allocates in its order: a thread may have an allocator of its own.
+        self._others: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def use(self, stream: Any = None) -> Iterator[None]:
@@ -146,7 +147,7 @@ class CudaLink:
         """Returns a stream to load on, which waits for no other and no other for it; may be called outside of `use`."""
         with self.device.use():
             stream = self._cuda.Stream(non_blocking=True)
-        self._others.append(stream)
+        self._others.append((stream, self._cuda.get_allocator()))
         return stream
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
@@ -191,7 +192,8 @@ class CudaLink:
     def is_capturing(self, stream: Any) -> bool:
         """Says whether a graph is captured where work on this stream would end up in it, or break it."""
         try:
-            return bool(stream.is_capturing())
+            with self.device.use():
+                return bool(stream.is_capturing())
         except self._cuda.runtime.CUDARuntimeError as error:
             if error.status == devices.CUDA_ERROR_CAPTURE_IMPLICIT:
                 return True
@@ -207,7 +209,9 @@ class CudaLink:
 
     def follow(self, event: Any, stream: Any = None) -> None:
         """Makes a stream, by default the copy stream, wait for an event."""
-        (self._copy if stream is None else stream).wait_event(event)
+        # The default stream is that of the current device, and a consumer's may be another.
+        with self.device.use():
+            (self._copy if stream is None else stream).wait_event(event)
 
     def wait(self, event: Any) -> None:
         """Makes the host wait for an event."""
@@ -223,12 +227,12 @@ class CudaLink:
 
     def close(self) -> None:
         """Gives the streams back, and the blocks that data sets allocated in their order."""
-        pool = getattr(self._allocator, "__self__", None)
-        if isinstance(pool, self._cuda.MemoryPool):
-            with self.device.use():
-                for stream in (self._copy, *self._others):
+        others, self._others = self._others, []
+        with self.device.use():
+            for stream, allocator in others:
+                pool = getattr(allocator, "__self__", None)
+                if isinstance(pool, self._cuda.MemoryPool):
                     pool.free_all_blocks(stream=stream)
-        self._others = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +303,7 @@ class Sample:
         self._result: tuple[Any, ...] | None = None
         self._ready: Any = None  # the event after which the arrays are whole
         self._streams: dict[Any, None] = {}  # those that wait for it, in order
+        self._maker: Any = None  # that on which the transforms ran, and in whose order their results are allocated
         self._released = False
         self._readers: tuple[Any, ...] = ()  # events after the last reads, once released
         self._on_release: Callable[[], None] | None = None
@@ -352,6 +357,7 @@ class Sample:
                 if link is not None:
                     # Another stream that reads them has to wait for the transforms as well.
                     self._ready = link.record(stream)
+                    self._maker = stream
         return self._result
 
     def release(self) -> None:
@@ -372,7 +378,7 @@ class Sample:
             for stream in streams:
                 if link.is_capturing(stream):
                     raise FlcudaError(f"sample {self.index} cannot be released while a stream of it captures a graph")
-            self._readers = tuple(link.record(stream) for stream in streams)
+            self._readers = self._recorded(link, streams)
         notify = self._on_release
         self._let_go()
         if notify is not None:
@@ -407,14 +413,24 @@ class Sample:
             return
         link = self._link
         if link is not None:
-            self._readers = tuple(link.record(stream) for stream in self._streams if not link.is_capturing(stream))
+            self._readers = self._recorded(link, [each for each in self._streams if not link.is_capturing(each)])
         self._let_go()
+
+    def _recorded(self, link: Link, streams: Iterable[Any]) -> tuple[Any, ...]:
+        """Returns events after what is queued on the streams, and keeps what the transforms made until those."""
+        events = {stream: link.record(stream) for stream in streams}
+        if self._maker in events:
+            # The allocator gives its memory to whatever is queued there next.
+            for stream, event in events.items():
+                if stream != self._maker:
+                    link.follow(event, self._maker)
+        return tuple(events.values())
 
     def _let_go(self) -> None:
         self._released = True
         # What is kept of a released sample keeps neither memory nor stream.
         self._fields = self._result = self._finish = self._on_release = self._link = self._ready = None
-        self._streams = {}
+        self._streams, self._maker = {}, None
 
 
 class Ring:
@@ -525,7 +541,7 @@ class Slot:
             self._sources = []
             self._made = link.record(link.stream()) if layout.has_residents else None
             if self.pinned is None or self.pinned.nbytes < layout.host_bytes:
-                size = _capacity(layout.host_bytes, self.pinned)
+                size = _capacity(layout.host_bytes)
                 self.pinned = None  # freed before the larger one is asked for
                 self.pinned = link.pinned(size)
             layout.write(self.pinned)
@@ -548,7 +564,7 @@ class Slot:
         elif layout is not None:
             self.follow_readers()
             if self.device is None or self.device.nbytes < layout.nbytes:
-                size = _capacity(layout.nbytes, self.device)
+                size = _capacity(layout.nbytes)
                 self.device = None  # the device's free waits for what still reads it
                 self.device = link.memory(size)
             if layout.host_bytes and self.pinned is not None:
@@ -640,7 +656,8 @@ class _Layout:
         sources = []
         for i, part in enumerate(self._parts):
             if self._resident[i]:
-                link.copy_resident(self._arrays[i], part.view(buffer))
+                # In the order of the memory, where a plain copy does for both.
+                link.copy_resident(self._arrays[i].transpose(part.order), part.view(buffer).transpose(part.order))
                 sources.append(self._arrays[i])
                 self._arrays[i] = None
         return sources
@@ -656,9 +673,9 @@ class _Layout:
         ]
 
 
-def _capacity(nbytes: int, before: Array | None) -> int:
-    """Returns how large a buffer is made for a sample of so many bytes, in place of a smaller one or as the first."""
-    wanted = nbytes if before is None else nbytes + nbytes // _HEADROOM
+def _capacity(nbytes: int) -> int:
+    """Returns how large a buffer is made for a sample of so many bytes."""
+    wanted = nbytes + nbytes // _HEADROOM
     return max(1, -(-wanted // _GRANULE)) * _GRANULE
 
 

@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from flcuda.data.chain import checked_index, checked_indices
-from flcuda.data.decode import DecodeError, Decoder, read_header, whole_number
+from flcuda.data.decode import Decoder, read_header, whole_number
 from flcuda.data.folder import ImageFiles, some_indices
 from flcuda.data.images import ALIGNMENT, ImageBatch, places_of
 from flcuda.device import CPU, Array, cupy
+from flcuda.errors import DecodeError
 
 CACHES = ("device", "host", "disk")
 PLACES = {"device": "device memory", "host": "host memory", "disk": "disk"}
@@ -245,19 +246,26 @@ class DecodedStore:
         return ImageBatch(self._memory, self._offsets[indices], self._sizes[indices], self.decoder.channels)
 
     def _gathered(self, indices: NDArray[np.int64], fresh: dict[int, Array]) -> ImageBatch:
-        images = [fresh[i] if i in fresh else self._view(i) for i in indices.tolist()]
         if self.device == CPU:
-            return ImageBatch.of(images)
-        sizes = np.array([image.shape[:2] for image in images], np.int32)
-        offsets, total = places_of(sizes, self.decoder.channels)
+            return ImageBatch.of([fresh[i] if i in fresh else self._view(i) for i in indices.tolist()])
+        channels = self.decoder.channels
+        sizes = self._sizes[indices]
+        sources = self._offsets[indices] + (0 if self._memory is None else self._memory.data.ptr)
+        for place, index in enumerate(indices.tolist()):
+            if index in fresh:
+                sizes[place] = fresh[index].shape[:2]
+                sources[place] = fresh[index].data.ptr
+        offsets, total = places_of(sizes, channels)
+        lengths = sizes.astype(np.int64).prod(axis=1) * channels
         with self.device.use():
             pixels = self.device.xp.zeros(total, np.uint8)
             cuda = cupy().cuda
             stream, kind = cuda.get_current_stream().ptr, cuda.runtime.memcpyDeviceToDevice
-            for image, offset in zip(images, offsets.tolist(), strict=True):
-                # Half as long for the host as an assignment.
-                cuda.runtime.memcpyAsync(pixels.data.ptr + offset, image.data.ptr, image.nbytes, kind, stream)
-        return ImageBatch(pixels, offsets, sizes, self.decoder.channels)
+            targets = offsets + pixels.data.ptr
+            # By addresses: a view of each image would take the host several times as long.
+            for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
+                cuda.runtime.memcpyAsync(target, source, length, kind, stream)
+        return ImageBatch(pixels, offsets, sizes, channels)
 
     def _view(self, index: int) -> Array:
         height, width = self._sizes[index].tolist()

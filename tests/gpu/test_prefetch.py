@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -129,11 +131,12 @@ class OnDevice(Stamps):
     """The same, made on the GPU by the worker, late."""
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        cupy = device.cupy()
-        size = self.size + 20_011 * (7 * index % 11)
-        result = cupy.zeros(size, np.int32)
+        if self.pause:
+            time.sleep(self.pause)
+        size = self.size + 20_011 * (7 * index % 11) if self.varies else self.size
+        result = device.cupy().full(size, -1, np.int32)
         spin(1.0)
-        result += index
+        result += index + 1
         return result, np.full(3, index, np.int64)
 
 
@@ -154,6 +157,11 @@ def wrong(sample: Any) -> Any:
     """Queues a count of what does not belong to a sample; read it later."""
     stamps, label = sample.arrays()
     return (stamps != sample.index).sum() + (label != sample.index).sum()
+
+
+def total(counts: list[Any]) -> int:
+    """Waits once: a wait takes long where other processes use the GPU as well."""
+    return int(sum(counts))
 
 
 # --- no batch is mixed ------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ def test_stamps(depth, workers, consumer_ms, copy_ms, own_stream):
             if sample.index % 3 == 0:
                 sample.release()
         assert len(counts) == 40
-        assert sum(int(count) for count in counts) == 0
+        assert total(counts) == 0
     del sample
     loader.require_clean()
 
@@ -198,19 +206,42 @@ def test_stamps_on_two_streams(depth):
                 counts.append(wrong(sample))
     device.synchronize(CUDA)
     assert len(counts) == 60
-    assert sum(int(count) for count in counts) == 0
+    assert total(counts) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stamps_of_transforms_on_two_streams(depth):
+    """The memory of a transform's result goes to what its own stream does next; another still reads it."""
+    cupy = device.cupy()
+    makes, reads = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    dataset = data.BatchDataset(Stamps(40, varies=False), 1)
+    loader = Counted(dataset, depth=depth, workers=2, transforms=(lambda batch, draws: batch + 0,))
+    counts = []
+    for sample in loader:
+        with makes:
+            sample.arrays()
+        with reads:
+            sample.arrays()
+            spin(2.0)
+            counts.append(wrong(sample))
+    device.synchronize(CUDA)
+    assert len(counts) == 40
+    assert total(counts) == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("workers", [0, 3])
-def test_stamps_of_what_workers_make_on_the_device(depth, workers):
+@pytest.mark.parametrize("consumer_ms", [0.0, 2.0])
+def test_stamps_of_what_workers_make_on_the_device(depth, workers, consumer_ms):
+    """A quick consumer reads what is still in the making unless the copy waits; a slow one lets workers run ahead."""
     loader = Counted(OnDevice(30), depth=depth, workers=workers)
     counts = []
     for sample in loader:
         sample.arrays()
-        spin(2.0)
+        if consumer_ms:
+            spin(consumer_ms)
         counts.append(wrong(sample))
-    assert sum(int(count) for count in counts) == 0
+    assert total(counts) == 0
     assert len(counts) == 30
     del sample
     loader.require_clean()
@@ -226,7 +257,7 @@ def test_stamps_while_memory_is_short():
         del scratch
         if sample.index % 10 == 0:
             cupy.get_default_memory_pool().free_all_blocks()
-    assert sum(int(count) for count in counts) == 0
+    assert total(counts) == 0
 
 
 # --- fields -----------------------------------------------------------------------------------------------------------
@@ -305,6 +336,7 @@ def test_the_host_waits_for_no_kernel():
     with cupy.cuda.Stream(non_blocking=True) as stream:
         iteration = iter(Counted(Stamps(20, varies=False), depth=2, workers=2))
         counts = [wrong(next(iteration)) for _ in range(6)]  # buffers have their size, kernels are compiled
+        cupy.empty(1 << 26, np.uint8)  # for CuPy's pool: to ask the driver for memory may wait
         stream.synchronize()
         spin(2000.0)
         begin = time.monotonic()
@@ -313,29 +345,32 @@ def test_the_host_waits_for_no_kernel():
         busy = not stream.done
         stream.synchronize()
         assert busy, f"taking two samples took {taken:.3f} s and the stream's 2 s"
-        assert sum(int(count) for count in counts) == 0
+        assert total(counts) == 0
         iteration.close()
 
 
-def test_copies_run_beside_the_consumers_kernels():
-    """Neither the default stream nor another holds up the copy of a sample that is loaded while it is busy."""
+@pytest.mark.parametrize("kind", [Stamps, OnDevice])
+@pytest.mark.parametrize("options", [{"null": True}, {}, {"non_blocking": True}], ids=["null", "blocking", "own"])
+def test_copies_run_beside_the_consumers_kernels(kind, options):
+    """Neither the default stream nor another holds up a sample that is made and copied while it is busy."""
     cupy = device.cupy()
-    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)):
-        with stream:
-            iteration = iter(Counted(Stamps(20, varies=False, pause=0.1), depth=3, workers=1))
-            for _ in range(5):
-                wrong(next(iteration))
-            stream.synchronize()
-            spin(2000.0)
-            sample = next(iteration)  # loaded, and copied, only now
-            deadline = time.monotonic() + 1
-            while (state := sample.state) != "device" and time.monotonic() < deadline:
-                time.sleep(0.001)
-            busy = not stream.done
-            stream.synchronize()
-            assert busy
-            assert state == "device"
-            iteration.close()
+    with cupy.cuda.Stream(**options) as stream:
+        iteration = iter(Counted(kind(20, varies=False, pause=0.1), depth=3, workers=1))
+        for _ in range(6):
+            wrong(next(iteration))
+        stream.synchronize()
+        spin(2000.0)
+        sample = next(iteration)  # loaded, and copied, only now
+        deadline = time.monotonic() + 1.5
+        while (state := sample.state) != "device" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        busy = not stream.done
+        count = wrong(sample)
+        stream.synchronize()
+        assert busy
+        assert state == "device"
+        assert int(count) == 0
+        iteration.close()
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -353,8 +388,10 @@ def test_a_capture_while_the_threads_work(mode, workers, on_device):
     result = cupy.zeros(1000, np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupy.multiply(static, 3, out=result)
+        kind(1, 1000)[0]  # loads the worker's kernels, too
         device.synchronize(CUDA)
         results = []
+        graphs = []  # none is destroyed while it may run
         for sample in loader:
             static[...] = sample[0][:1000]
             stream.begin_capture(getattr(cupy.cuda.runtime, mode))
@@ -365,6 +402,7 @@ def test_a_capture_while_the_threads_work(mode, workers, on_device):
             finally:
                 graph = stream.end_capture()
             graph.launch(stream)
+            graphs.append(graph)
             results.append(result.copy())
         stream.synchronize()
         assert len(results) == 40
@@ -449,7 +487,8 @@ def leave_by_exception(loader: PrefetchDataset) -> None:
 
 
 def leave_by_letting_go(loader: PrefetchDataset) -> None:
-    assert next(iter(loader)).state == "released"
+    sample = next(iter(loader))  # not within the assertion: pytest keeps the iteration there
+    assert sample.state == "released"
 
 
 def leave_before_the_first(loader: PrefetchDataset) -> None:
@@ -516,7 +555,7 @@ def test_an_error_of_the_data_set_frees_everything(workers):
         counts.extend(wrong(sample) for sample in loader)
     assert caught.value.__notes__ == ["while sample 7 of epoch 0 of a Broken was loaded"]
     assert len(counts) == 7
-    assert sum(int(count) for count in counts) == 0
+    assert total(counts) == 0
     del caught
     gc.collect()
     loader.require_clean()
@@ -609,3 +648,31 @@ def test_a_sample_too_large_for_the_device_is_named():
         served.extend(sample.index for sample in ToHuge(Growing(6), CUDA, depth=1, workers=2))
     assert served == [0, 1, 2]
     assert caught.value.__notes__ == ["while sample 3 of epoch 0 of a Growing was loaded"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_interpreter_ends_in_the_middle_of_an_epoch(workers):
+    program = f"""
+import numpy as np
+from flcuda.data.prefetch import PrefetchDataset
+
+class Stamps:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return np.full(200_000, index, np.int32), index
+
+iteration = iter(PrefetchDataset(Stamps(), "cuda", workers={workers}))
+kept = next(iteration).arrays()
+sample = next(iteration)
+print(int(sample[1]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
+    assert "Exception ignored" not in done.stderr
+    assert "Traceback" not in done.stderr

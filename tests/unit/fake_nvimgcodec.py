@@ -1,19 +1,26 @@
 """nvImageCodec and the CUDA runtime as the decoder uses them, played on the host.
 
 The fake takes what nvImageCodec's documentation allows and asserts the rest: whoever hands it a file that it would show
-differently from Pillow fails the test.
+differently from Pillow fails the test. It is nvImageCodec 0.9's in what nobody sees on the host: which stream an image
+belongs to, and how few images a JPEG engine is given that shares its decoder. tests/abi compares its arguments with the
+real ones.
 """
 
 import contextlib
 import ctypes
+import inspect
 import io
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
+
+ENGINE_BATCH = 7
+"""A JPEG engine that shares its decoder is given a multiple of so many images: no fewer than the first batch had."""
 
 
 class HostArray(np.ndarray):
@@ -28,23 +35,33 @@ class HostArray(np.ndarray):
 
 
 class Stream:
+    """A stream: `log` is what was queued on it, in order."""
+
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
-        self.waited: list[Any] = []
+        self.log: list[Any] = []
 
-    def wait_event(self, event: Any) -> None:
-        self.waited.append(event)
+    @property
+    def waited(self) -> list["Event"]:
+        return [entry for entry in self.log if isinstance(entry, Event)]
+
+    def wait_event(self, event: "Event") -> None:
+        assert event.stream is not None, "an event is waited for that was never recorded"
+        self.log.append(event)
 
     def synchronize(self) -> None:
         pass
 
 
 class Event:
-    def __init__(self, disable_timing: bool) -> None:
+    def __init__(self, disable_timing: bool = False) -> None:
+        assert disable_timing
         self.stream: Stream | None = None
+        self.place = 0
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
+        self.place = len(stream.log)
 
 
 class FakeCupy:
@@ -52,6 +69,7 @@ class FakeCupy:
 
     def __init__(self) -> None:
         self.stream = Stream(0)
+        self.streams: list[Stream] = [self.stream]
         self.copies = 0
         runtime = types.SimpleNamespace(
             memcpyDeviceToDevice=3,
@@ -59,11 +77,21 @@ class FakeCupy:
             memcpy2DAsync=self._copy_rows,
             memGetInfo=lambda: (1 << 20, 0),
         )
-        self.cuda = types.SimpleNamespace(runtime=runtime, Event=Event, get_current_stream=lambda: self.stream)
+        self.cuda = types.SimpleNamespace(
+            runtime=runtime, Event=Event, Stream=self._new_stream, get_current_stream=lambda: self.stream
+        )
+
+    def _new_stream(self, *, non_blocking: bool) -> Stream:
+        assert non_blocking
+        self.streams.append(Stream(1000 + len(self.streams)))
+        return self.streams[-1]
 
     def _copy(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         assert (kind, stream) == (3, self.stream.ptr)
+        for value in (to, source, size):
+            assert type(value) is int
         self.copies += 1
+        self.stream.log.append("copy")
         ctypes.memmove(to, source, size)
 
     def _copy_rows(
@@ -105,7 +133,10 @@ class FakeDevice:
 
 
 class FakeImage:
-    def __init__(self, pixels: np.ndarray, padding: int) -> None:
+    """An image whose memory belongs to a stream; a host image when that is None."""
+
+    def __init__(self, pixels: np.ndarray, padding: int, stream: int | None) -> None:
+        self.stream = stream
         self.fill(pixels, padding)
 
     def fill(self, pixels: np.ndarray, padding: int) -> None:
@@ -120,19 +151,29 @@ class FakeImage:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.stream is None:
+            raise RuntimeError("Unable to initialize __cuda_array_interface__: Image buffer is not on device")
         strides = (self.rows.strides[0], self.shape[2], 1)
+        contiguous = strides[0] == self.shape[1] * self.shape[2]
         data = (self.rows.ctypes.data, False)
-        return {"shape": self.shape, "strides": strides, "typestr": "|u1", "data": data, "version": 3}
+        interface = {"shape": self.shape, "strides": None if contiguous else strides, "typestr": "|u1", "data": data}
+        return {**interface, "version": 3, "stream": self.stream or 1}
 
 
 class FakeNvimgcodec(types.ModuleType):
     """The module nvidia.nvimgcodec.
 
     Args:
-        cupy: whose current stream the decoders must be given.
+        cupy: whose streams the decoders must be given.
         refused: files that the decoders cannot decode although their headers are right.
-        absent: kinds of backends with which no decoder can be made.
+        absent: kinds of backends that this machine does not have.
         padding: bytes between the rows of its images.
+
+    Attributes:
+        batches: the number of images of each call.
+        reused: how many of them were given an image to reuse.
+        kinds: the backends of each decoder that was made.
+        by: how many images each kind of backend decoded.
     """
 
     def __init__(
@@ -143,29 +184,33 @@ class FakeNvimgcodec(types.ModuleType):
         self.batches: list[int] = []
         self.reused: list[int] = []
         self.kinds: list[list[str]] = []
+        self.by: dict[str, int] = {}
         fake = self
 
         class BackendKind:
-            HW_GPU_ONLY = "HW_GPU_ONLY"
-            HYBRID_CPU_GPU = "HYBRID_CPU_GPU"
             CPU_ONLY = "CPU_ONLY"
+            GPU_ONLY = "GPU_ONLY"
+            HYBRID_CPU_GPU = "HYBRID_CPU_GPU"
+            HW_GPU_ONLY = "HW_GPU_ONLY"
 
         class Backend:
-            def __init__(self, backend_kind: str, load_hint: float = 1.0) -> None:
+            def __init__(self, backend_kind: str, load_hint: float = 1.0, load_hint_policy: str = "FIXED") -> None:
+                assert backend_kind in vars(BackendKind)
                 assert load_hint == 1.0
-                self.kind = backend_kind
+                self.backend_kind = backend_kind
 
         class CodeStream:
-            def __init__(self, content: bytes) -> None:
-                assert isinstance(content, bytes)
-                self.content = content
+            def __init__(self, bytes: Any, bitstream_offset: int | None = None) -> None:  # noqa: A002 - its name
+                assert hasattr(bytes, "startswith")
+                self.content = bytes
                 try:
                     # Not by Image.open, which refuses many pixels.
-                    image = JpegImageFile(io.BytesIO(content))
+                    image = JpegImageFile(io.BytesIO(bytes))
                     self.codec_name = "jpeg"
                     self.width, self.height = image.size
                     self.num_channels = len(image.getbands())
                     self.precision = 8
+                    self.progressive = bool(image.info.get("progressive"))
                 except (OSError, SyntaxError) as error:
                     raise RuntimeError("Failed to get image info") from error
 
@@ -174,49 +219,75 @@ class FakeNvimgcodec(types.ModuleType):
             apply_exif_orientation: bool = True
             color_spec: str = "SRGB"
             allow_any_depth: bool = False
+            sample_format: str = "I_AUTO_COMPONENTS"
 
         class Decoder:
             def __init__(
                 self, device_id: int = -1, max_num_cpu_threads: int = 0, backends: Any = None, options: str = ""
             ) -> None:
                 assert device_id == 0
-                kinds = [backend.kind for backend in backends]
-                if set(kinds) & set(absent):
-                    raise RuntimeError("Could not create decoder")
-                fake.kinds.append(kinds)
+                assert max_num_cpu_threads >= 0
+                assert options == ":fancy_upsampling=1"
+                asked = [backend.backend_kind for backend in backends]
+                self.allowed = [kind for kind in asked if kind not in absent]
+                if not self.allowed:
+                    raise RuntimeError("Internal error - Could not create decoder. Code: 7")
+                fake.kinds.append(asked)
+                self.on_host = asked == ["CPU_ONLY"]
+                self.engine_batch = 0
                 self.busy = False
 
-            def decode(
-                self, streams: Any, *, images: Any = None, params: Any = None, cuda_stream: int = 0
-            ) -> list[Any]:
+            def decode(self, srcs: Any, *, images: Any = None, params: Any = None, cuda_stream: int = 0) -> list[Any]:
                 assert not self.busy, "a decoder is used by two threads"
                 self.busy = True
-                assert cuda_stream == cupy.stream.ptr
-                assert images is None or len(images) == len(streams)
-                fake.batches.append(len(streams))
-                fake.reused.append(0 if images is None else len(images))
-                found = [
-                    self._one(stream, params, None if images is None else images[place])
-                    for place, stream in enumerate(streams)
-                ]
+                assert type(cuda_stream) is int
+                assert type(srcs) is list
+                assert all(isinstance(source, CodeStream) for source in srcs)
+                if images is not None and len(images) != len(srcs):
+                    raise ValueError(f"Size mismatch - images list has {len(images)} items, not {len(srcs)}")
+                stream = next((stream for stream in cupy.streams if stream.ptr == cuda_stream), None)
+                assert stream is not None, "nobody made this stream"
+                stream.log.append("decode")
+                given = [None] * len(srcs) if images is None else images
+                fake.batches.append(len(srcs))
+                fake.reused.append(sum(image is not None for image in given))
+                # The first batch decides for all.
+                self.engine_batch = self.engine_batch or -(-len(srcs) // ENGINE_BATCH) * ENGINE_BATCH
+                room = self.engine_batch if len(self.allowed) > 1 else len(srcs)
+                found = []
+                for source, image in zip(srcs, given, strict=True):
+                    kind = self._kind(source, room)
+                    if kind is not None:
+                        fake.by[kind] = fake.by.get(kind, 0) + 1
+                        room -= kind == "HW_GPU_ONLY"
+                    found.append(None if kind is None else self._one(source, params, image, cuda_stream))
                 self.busy = False
                 return found
 
-            @staticmethod
-            def _one(stream: Any, params: Any, reused: Any) -> Any:
-                if stream.content in refused:
+            def _kind(self, source: CodeStream, room: int) -> str | None:
+                """Which of the backends decodes it."""
+                if source.content in refused:
                     return None
+                for kind in ("HW_GPU_ONLY", "HYBRID_CPU_GPU", "CPU_ONLY"):
+                    if kind in self.allowed and (kind != "HW_GPU_ONLY" or (room > 0 and not source.progressive)):
+                        return kind
+                return None
+
+            def _one(self, source: CodeStream, params: Any, reused: Any, stream: int) -> Any:
                 assert params.apply_exif_orientation
                 assert not params.allow_any_depth
-                with Image.open(io.BytesIO(stream.content), formats=("JPEG",)) as opened:
+                with Image.open(io.BytesIO(source.content), formats=("JPEG",)) as opened:
                     assert opened.mode in ("RGB", "L"), "nvImageCodec was given CMYK"
                     if opened.mode == "RGB":
                         colours = opened.info.get("adobe_transform", 1)
                         assert opened.info.get("jfif") or colours == 1, "nvImageCodec was given an RGB JPEG"
+                    # It knows EXIF's orientation only.
+                    opened.info.pop("xmp", None)
                     image = ImageOps.exif_transpose(opened).convert("RGB" if params.color_spec == "SRGB" else "L")
                 pixels = np.asarray(image).reshape(image.height, image.width, -1)
                 if reused is None:
-                    return FakeImage(pixels, padding)
+                    return FakeImage(pixels, padding, None if self.on_host else stream)
+                assert reused.stream == stream, "the host waits for the stream of the image"
                 reused.fill(pixels, padding)
                 return reused
 
@@ -226,3 +297,9 @@ class FakeNvimgcodec(types.ModuleType):
         self.DecodeParams = DecodeParams
         self.Decoder = Decoder
         self.ColorSpec = types.SimpleNamespace(SRGB="SRGB", GRAY="GRAY")
+
+    def signatures(self) -> Iterator[tuple[str, list[str]]]:
+        """What tests/abi compares: the name of each callable, as nvImageCodec's documentation has it, and arguments."""
+        for name in ("Backend", "CodeStream", "DecodeParams", "Decoder"):
+            yield f"{name}.__init__", list(inspect.signature(getattr(self, name)).parameters)
+        yield "Decoder.decode", list(inspect.signature(self.Decoder.decode).parameters)[1:]

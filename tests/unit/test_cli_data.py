@@ -4,11 +4,13 @@ import json
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_nvimgcodec import FakeCupy, FakeDevice, FakeNvimgcodec
 from PIL import Image
 from rich.cells import cell_len
 
@@ -217,6 +219,23 @@ class TestBench:
         assert len(found["stages"]) == 6
         for stage in found["stages"]:
             assert stage["images_per_second"] == pytest.approx(stage["images"] / stage["seconds"])
+
+    def test_the_device_decodes_by_nvimgcodec_where_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        played = FakeCupy()
+        device = FakeDevice(played)
+        package = types.ModuleType("nvidia")
+        package.nvimgcodec = FakeNvimgcodec(played)
+        monkeypatch.setattr(sys.modules["flcuda.data.decode"], "resolve", lambda _: device)
+        monkeypatch.setattr(sys.modules["flcuda.data.nvimgcodec"], "cupy", lambda: played)
+        monkeypatch.setitem(sys.modules, "nvidia", package)
+        monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", package.nvimgcodec)
+        decoder = data_command._final_decoder(device, 5)
+        assert decoder.description.startswith("nvImageCodec 0.9.0 (JPEG engine, ")
+        assert (decoder.device, decoder.threads, decoder.on_error) == (device, 0, "skip")
+        monkeypatch.setitem(sys.modules, "nvidia", None)
+        decoder = data_command._final_decoder(device, 5)
+        assert decoder.description.startswith("Pillow ")
+        assert (decoder.device, decoder.threads, decoder.on_error) == (device, 5, "skip")
 
     def test_nothing_to_decode(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "x.jpg").write_bytes(b"x")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import pickle
@@ -12,6 +13,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_nvimgcodec import FakeCupy, FakeDevice, FakeNvimgcodec, Stream
+from fake_nvimgcodec import FakeCupy, FakeDevice, FakeImage, FakeNvimgcodec, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -262,7 +264,9 @@ class TestDecode:
             decode_module.read_header(tmp_path / "x.jpg")
 
     def test_bytes_can_be_named(self) -> None:
-        with pytest.raises(DecodeError, match=r"^member 7 of the archive is empty$") as caught:
+        with pytest.raises(
+            DecodeError, match=r"^member 7 of the archive is empty; replace or remove it, or .*on_error='skip'"
+        ) as caught:
             data.decode(b"", name="member 7 of the archive")
         assert (caught.value.name, caught.value.reason) == ("member 7 of the archive", "is empty")
         copy = pickle.loads(pickle.dumps(caught.value))
@@ -532,10 +536,15 @@ class TestNvimgcodec:
                 expected = data.decode(contents[index], channels)
                 # nvImageCodec's grey of a JPEG is its Y; the fake's is Pillow's of the colours.
                 assert np.abs(decoded.batch.image(place).astype(int) - expected).max() <= 1
-        # Baseline, grey, progressive, turned, and one with padding at its end.
-        assert here.module.batches[2:] == [5, 5, 5]
-        assert here.module.reused[2:] == [0, 5, 5]
+        # Baseline, grey, turned, and one with padding at its end are the engine's; a progressive one is not.
+        warm_up = 4
+        assert here.module.batches[warm_up:] == [5, 1] * 3
+        assert here.module.by == {"HW_GPU_ONLY": warm_up + 4 * 3, "HYBRID_CPU_GPU": 3}
+        # Two instances in turn, each with images of its own.
+        assert here.module.reused[warm_up::2][2] == 5
+        assert here.module.kinds == [["HW_GPU_ONLY"]] * 2 + [["HYBRID_CPU_GPU", "CPU_ONLY"]] * 2
         assert decoder.skipped == 9
+        assert all(error.__traceback__ is None for error in decoder.last_errors)
 
     def test_what_it_refuses_goes_to_pillow(self, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = mixture()
@@ -548,7 +557,74 @@ class TestNvimgcodec:
         here = Here(monkeypatch)
         decoded = Decoder("cuda").decode([mixture()[6], mixture()[7]])
         np.testing.assert_array_equal(decoded.batch.image(0), smooth(21, 34))
-        assert here.module.batches == [1, 1]
+        assert here.module.batches == [1] * 4
+
+    def test_the_engine_gets_all_that_it_can_decode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However small the first batch was."""
+        here = Here(monkeypatch)
+        decoder = Decoder("cuda")
+        decoder.decode(mixture()[:1])
+        decoder.decode(mixture()[:1] * 50)
+        assert here.module.by == {"HW_GPU_ONLY": 4 + 51}
+
+    def test_images_stay_on_the_stream_that_they_were_made_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The callers' streams do not outlive an epoch; the fake refuses to reuse an image on another stream."""
+        here = Here(monkeypatch)
+        decoder = Decoder("cuda")
+        assert decoder.uses_nvimgcodec
+        contents = mixture()[:4]
+        for epoch in range(6):
+            here.cupy.stream = stream = Stream(7 + epoch % 3)
+            decoded = decoder.decode(contents)
+            for place, content in enumerate(contents):
+                np.testing.assert_array_equal(decoded.batch.image(place), data.decode(content))
+            # The copies wait for the decoding, and what comes on its stream for the copies.
+            (decoded_at,) = stream.waited
+            assert stream.log == [decoded_at] + ["copy"] * 4
+            own = decoded_at.stream
+            assert own.log[decoded_at.place - 1] == "decode"
+            assert own.log[-1].stream is stream
+            assert own.log[-1].place == len(stream.log)
+        assert len({id(stream) for stream in here.cupy.streams}) == 1 + 2
+
+    def test_closing_frees_the_images(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Here(monkeypatch)
+        decoder = Decoder("cuda")
+        for _ in range(2):
+            for _ in range(3):
+                decoder.decode(mixture()[:4])
+            assert any(isinstance(found, FakeImage) for found in gc.get_objects())
+            decoder.close()
+            assert not any(isinstance(found, FakeImage) for found in gc.get_objects())
+
+    def test_an_error_gives_everything_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        contents = mixture()
+        here = Here(monkeypatch, refused=(contents[0],))
+        decoder = Decoder("cuda")
+        broken = contents[0][:-2] + b"\0\0"
+        for _ in range(3):
+            with pytest.raises(DecodeError, match="image 1 cannot be decoded"):
+                decoder.decode([contents[1], broken, b""])
+            with pytest.raises(DecodeError, match="image 0 is empty"):
+                decoder.decode([b"", contents[0][:-2]])
+        # Images are freed in the order of their stream: after it waits for the copies that were queued.
+        freed: list[bool] = []
+        own = here.cupy.streams[1:]
+        real = FakeImage.__init__
+
+        def watched(image: FakeImage, pixels: np.ndarray, padding: int, stream: int) -> None:
+            real(image, pixels, padding, stream)
+            of = next(other for other in own if other.ptr == stream)
+            weakref.finalize(image, lambda: freed.append(bool(of.log) and of.log[-1] != "decode"))
+
+        monkeypatch.setattr(FakeImage, "__init__", watched)
+        monkeypatch.setattr(here.cupy.cuda.runtime, "memcpyAsync", None)
+        for _ in range(3):
+            with pytest.raises(TypeError):
+                decoder.decode([contents[1]])
+        gc.collect()
+        assert len(freed) == 3
+        assert all(freed)
 
     def test_errors_are_pillows(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Here(monkeypatch)
@@ -572,25 +648,31 @@ class TestNvimgcodec:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
         with pytest.raises(DecodeError, match="exceeds limit"):
             decoder.decode([encoded(Image.new("L", (400, 300)), "JPEG")])
-        assert here.module.batches == [1, 1, 1]
+        assert here.module.batches == [1] * 5
 
-    def test_another_stream_waits_for_the_last_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_xmp_turns_is_pillows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         here = Here(monkeypatch)
-        decoder = Decoder("cuda")
-        decoder.decode(mixture()[:2])
-        first = here.cupy.stream
-        here.cupy.stream = Stream(7)
-        decoder.decode(mixture()[:2])
-        assert [event.stream for event in here.cupy.stream.waited] == [first]
-        assert not first.waited
+        content = mixture()[0]
+        images = []
+        for attribute in (b'tiff:Orientation="6"', b'tiff:Orientation="1"', b"<tiff:Orientation>3</tiff:Orientation>"):
+            body = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta " + attribute + b"/>"
+            segment = b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body
+            images.append(content[:20] + segment + content[20:])
+        decoded = Decoder("cuda").decode(images)
+        for place, image in enumerate(images):
+            np.testing.assert_array_equal(decoded.batch.image(place), data.decode(image))
+        height, width = decoded.batch.sizes[1]
+        assert tuple(decoded.batch.sizes[0]) == (width, height)
+        assert here.module.by == {"HW_GPU_ONLY": 4 + 1}
 
     def test_kept_images_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         here = Here(monkeypatch)
         monkeypatch.setattr(nvimgcodec_module, "_KEPT_BYTES", 5_000)
         decoder = Decoder("cuda")
-        for _ in range(3):
+        for _ in range(4):
             decoder.decode(mixture()[:4])
-        assert here.module.reused[2:] == [0, 0, 0]
+        # The engine's batches: what was kept is dropped each time, the image of the start too.
+        assert here.module.reused[4::2][2:] == [0, 0]
 
     def test_threads_never_share_a_decoder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         here = Here(monkeypatch)
@@ -601,8 +683,8 @@ class TestNvimgcodec:
             for decoded in pool.map(decoder.decode, [contents] * 40):
                 for place in range(4):
                     np.testing.assert_array_equal(decoded.batch.image(place), expected[place])
-        # Two instances, each made once.
-        assert len(here.module.kinds) == 2
+        # Two instances, each made once, with a decoder for the engine and one for the progressive image.
+        assert len(here.module.kinds) == 4
 
     def test_describes_what_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
         Here(monkeypatch)
@@ -621,6 +703,17 @@ class TestNvimgcodec:
         decoder = Decoder("cuda")
         assert decoder.description.startswith("Pillow ")
         np.testing.assert_array_equal(decoder.decode(mixture()[:1]).batch.image(0), data.decode(mixture()[0]))
+
+    def test_a_wheel_without_this_pythons_module_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = Here(monkeypatch)
+
+        def absent(**options: Any) -> None:
+            name = "nvidia.nvimgcodec.nvimgcodec_impl"
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        here.module.Decoder = absent
+        with pytest.warns(RuntimeWarning, match="does not start, Pillow decodes .* No module named .*nvimgcodec_impl"):
+            Decoder("cuda").decode(mixture()[:1])
 
     def test_broken_installation_is_warned_of_once(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -665,8 +758,8 @@ class TestNvimgcodec:
         real = here.module.Decoder
 
         class Old(real):
-            def decode(self, streams: Any, params: Any = None, cuda_stream: int = 0) -> list[Any]:
-                return super().decode(streams, params=params, cuda_stream=cuda_stream)
+            def decode(self, srcs: Any, *, params: Any = None, cuda_stream: int = 0) -> list[Any]:
+                return super().decode(srcs, params=params, cuda_stream=cuda_stream)
 
         here.module.Decoder = Old
         with pytest.warns(RuntimeWarning, match="nvImageCodec does not start"):

@@ -1,14 +1,21 @@
 """Batches of images of different sizes, and folders of images."""
 
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_nvimgcodec import FakeCupy, FakeDevice, FakeNvimgcodec
 from PIL import Image
 
 from flcuda import data
 from flcuda.data import DecodeError, Decoder, ImageBatch
 from flcuda.data import folder as folder_module
+from flcuda.data import nvimgcodec as nvimgcodec_module
+from flcuda.device import CPU
+
+decode_module = sys.modules["flcuda.data.decode"]
 
 
 class TestImageBatch:
@@ -75,26 +82,50 @@ def make_folder(root: Path, counts: dict[str, int], size: tuple[int, int] = (20,
             Image.fromarray(pixels).save(root / name / f"{number:03}{kind}")
 
 
+def served(
+    split: data.ImageData, *, train: bool = True, epoch: int = 0, seed: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """All images of one part as the training sees them, and their labels."""
+    files, transforms = (split.train, split.transforms) if train else (split.test, split.test_transforms)
+    loader = data.PrefetchDataset(data.BatchDataset(files, len(files)), "cpu", transforms=transforms, seed=seed)
+    loader.set_epoch(epoch)
+    for images, labels in loader:
+        return np.array(images), np.array(labels)
+    raise AssertionError("an epoch has a batch")
+
+
+def cropped(image: Image.Image, side: int, across: float, down: float, is_random: bool) -> np.ndarray:
+    """A window of 224x224 of the image resized to a shorter side, by Pillow."""
+    scale = side / min(image.size)
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    if is_random:
+        left, top = int(across * (width - 224 + 1)), int(down * (height - 224 + 1))
+    else:
+        left, top = (width - 224) // 2, (height - 224) // 2
+    x, y = image.width / width, image.height / height
+    box = (left * x, top * y, (left + 224) * x, (top + 224) * y)
+    return np.asarray(image.resize((224, 224), Image.Resampling.BILINEAR, box=box))
+
+
 class TestImageFolder:
     def test_split_is_stated_and_deterministic(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"cat": 10, "ant": 7, "bee": 2})
         (tmp_path / ".hidden").mkdir()
         (tmp_path / "ant" / "notes.txt").write_text("not an image")
-        first, second = data.image_folder(tmp_path), data.image_folder(tmp_path, seed=8)
+        first, second = data.image_folder(tmp_path), data.image_folder(tmp_path)
         assert first.classes == ("ant", "bee", "cat")
         assert (len(first.train), len(first.test)) == (15, 4)
         assert "a fifth" in first.note
         assert first.image_shape == (3, 17, 17)
-        files = [set(split.dataset.files) for split in (first.train, first.test, second.train, second.test)]
+        files = [set(split.files) for split in (first.train, first.test, second.train, second.test)]
         assert files[:2] == files[2:]
         assert not files[0] & files[1]
-        images, labels = data.fetch(first.test, np.arange(4))
-        assert images.shape == (4, 3, 17, 17)
+        raw, labels = first.test.batch(np.arange(4), 0)
+        assert served(first, train=False)[0].shape == (4, 3, 17, 17)
         assert list(labels) == [0, 1, 2, 2]
         # The classes differ in brightness by construction: cat, ant, bee.
-        raw, _ = first.test.dataset.batch(np.arange(4), 0)
-        assert list(raw.mean((1, 2, 3)) // 60) == [1, 2, 0, 0]
-        for index, file in enumerate(first.train.dataset.files):
+        assert [int(image.mean() // 60) for image in raw.images()] == [1, 2, 0, 0]
+        for index, file in enumerate(first.train.files):
             assert file.parent.name == first.classes[first.train[index][1]]
 
     def test_train_and_val(self, tmp_path: Path) -> None:
@@ -102,7 +133,7 @@ class TestImageFolder:
         make_folder(tmp_path / "val", {"c": 2, "a": 1})
         split = data.image_folder(tmp_path)
         assert (len(split.train), len(split.test)) == (8, 3)
-        assert list(data.fetch(split.test, np.arange(3))[1]) == [0, 2, 2]
+        assert split.test.labels.tolist() == [0, 2, 2]
         (tmp_path / "val" / "d").mkdir()
         with pytest.raises(ValueError, match=r"val/d: no such class in .*train"):
             data.image_folder(tmp_path)
@@ -137,54 +168,53 @@ class TestImageFolder:
 
     def test_training_crops_by_seed_epoch_and_index(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 6, "b": 6}, size=(40, 30))
-        split = data.image_folder(tmp_path, seed=3)
-        everything = np.arange(len(split.train))
-        first = data.fetch(split.train, everything, 0)[0]
-        np.testing.assert_array_equal(data.fetch(split.train, everything, 0)[0], first)
-        np.testing.assert_array_equal(data.fetch(split.train, everything[[4, 1]], 0)[0], first[[4, 1]])
-        assert (data.fetch(split.train, everything, 1)[0] != first).any()
-        tests = np.arange(len(split.test))
-        np.testing.assert_array_equal(data.fetch(split.test, tests, 0)[0], data.fetch(split.test, tests, 1)[0])
+        split = data.image_folder(tmp_path)
+        first = served(split)[0]
+        assert split.transforms[0].shorter_sides == (31, 35)
+        np.testing.assert_array_equal(served(split)[0], first)
+        assert (served(split, epoch=1)[0] != first).any()
+        assert (served(split, seed=4)[0] != first).any()
+        np.testing.assert_array_equal(served(split, train=False)[0], served(split, train=False, epoch=1)[0])
 
-    def test_centre_crop(self, tmp_path: Path) -> None:
-        pixels = np.zeros((10, 16, 3), np.uint8)
-        pixels[:, 3:13] = np.random.default_rng(0).integers(1, 256, (10, 10, 3))
-        path = tmp_path / "x.png"
-        Image.fromarray(pixels).save(path)
-        dataset = folder_module.ImageFolder([path], np.array([4]), size=10, sides=(10, 10), train=False)
-        images, labels = dataset.batch(np.array([0]), 0)
-        np.testing.assert_array_equal(images[0], pixels[:, 3:13].transpose(2, 0, 1))
-        assert labels == [4]
-        with pytest.raises(IndexError, match="1 is out of range"):
-            dataset[1]
-
-    @pytest.mark.parametrize("shape", [(300, 400), (400, 301), (256, 999), (7, 500), (1, 1), (129, 64), (641, 479)])
-    def test_the_window_is_that_of_the_resized_image(self, tmp_path: Path, shape: tuple[int, int]) -> None:
-        pixels = np.random.default_rng(1).integers(0, 256, (*shape, 3), np.uint8)
-        image = Image.fromarray(pixels)
-        image.save(tmp_path / "x.png")
-        dataset = folder_module.ImageFolder([tmp_path / "x.png"], np.array([0]), size=40, sides=(50, 50), train=False)
-        height, width = (max(50, round(length * 50 / min(shape))) for length in shape)
-        whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-        top, left = (height - 40) // 2, (width - 40) // 2
-        expected = whole[top : top + 40, left : left + 40].transpose(2, 0, 1).astype(int)
-        assert abs(dataset[0][0] - expected).max() <= 1
-        random = folder_module.ImageFolder([tmp_path / "x.png"] * 50, np.zeros(50), size=40, sides=(40, 60), train=True)
-        assert random.batch(np.arange(50), 1)[0].shape == (50, 3, 40, 40)
+    @pytest.mark.parametrize("train", [True, False])
+    def test_images_are_those_that_pillow_crops_one_by_one(self, tmp_path: Path, train: bool) -> None:
+        rng = np.random.default_rng(0)
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            for number in range(6):
+                pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
+                image = Image.fromarray(pixels).resize((130 + 9 * number, 110), Image.Resampling.BICUBIC)
+                image.save(tmp_path / name / f"{number}.png")
+        split = data.image_folder(tmp_path)
+        assert split.image_shape == (3, 224, 224)
+        assert split.note.endswith(f"decoded by {split.train.decoder.description}")
+        assert split.train.decoder.description.startswith("Pillow ")
+        images, labels = served(split, train=train, epoch=2)
+        files = split.train if train else split.test
+        np.testing.assert_array_equal(labels, files.labels)
+        draws = data.Draws(3, 2, np.arange(len(files))).uniform()
+        for place, file in enumerate(files.files):
+            side, across, down, mirror = draws[place] if train else (0.0, 0.5, 0.5, 1.0)
+            expected = cropped(Image.open(file), 256 + int(side * 225) if train else 256, across, down, train)
+            expected = expected[:, ::-1] if mirror < 0.5 else expected
+            expected = (expected / 255 - folder_module.PHOTOGRAPH_MEAN) / folder_module.PHOTOGRAPH_STD
+            # Pillow rounds to eight bits, the kernel does not.
+            np.testing.assert_allclose(images[place].transpose(1, 2, 0), expected, rtol=0, atol=1.1 / 255 / 0.224)
 
     def test_a_long_thin_image_needs_little_memory(self, tmp_path: Path) -> None:
-        Image.new("RGB", (30_000, 1)).save(tmp_path / "thin.png")
-        dataset = folder_module.ImageFolder(
-            [tmp_path / "thin.png"], np.array([0]), size=224, sides=(480, 480), train=False
-        )
-        # Resized whole it would have 6.9 Gpixel: 20 GB.
-        assert dataset[0][0].shape == (3, 224, 224)
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            for number in range(2):
+                Image.new("RGB", (30_000, 1) if number else (300, 300)).save(tmp_path / name / f"{number}.png")
+        # Resized whole it would have 1.7 Gpixel or more: 5 GB.
+        assert served(data.image_folder(tmp_path))[0].shape == (2, 3, 224, 224)
 
     def test_photographs_are_served_at_224(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 2, "b": 2}, size=(150, 120))
         split = data.image_folder(tmp_path)
         assert split.image_shape == (3, 224, 224)
-        assert split.train[0][0].shape == split.test[0][0].shape == (3, 224, 224)
+        assert split.transforms[0].shorter_sides == (256, 480)
+        assert served(split)[0].shape == served(split, train=False)[0].shape == (2, 3, 224, 224)
 
     def test_grey_stays_grey(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 3, "b": 3}, mode="L")
@@ -192,7 +222,33 @@ class TestImageFolder:
         Image.new("RGB", (16, 16)).save(tmp_path / "a" / "colour.png")
         split = data.image_folder(tmp_path)
         assert split.image_shape[0] == 3
-        assert data.fetch(split.train, np.arange(len(split.train)))[0].shape[1] == 3
+        assert served(split)[0].shape[1] == 3
+
+    def test_nvimgcodec_decodes_where_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_folder(tmp_path, {"a": 3, "b": 3})
+        played = FakeCupy()
+        module = FakeNvimgcodec(played)
+        package = types.ModuleType("nvidia")
+        package.nvimgcodec = module
+        monkeypatch.setattr(decode_module, "resolve", lambda name: CPU if name in ("cpu", CPU) else FakeDevice(played))
+        monkeypatch.setattr(nvimgcodec_module, "cupy", lambda: played)
+        monkeypatch.setitem(sys.modules, "nvidia", package)
+        monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", module)
+        split = data.image_folder(tmp_path, "cuda")
+        assert "decoded by nvImageCodec 0.9.0 (JPEG engine, GPU and CPU, CPU), Pillow" in split.note
+        assert split.train.decoder is split.test.decoder
+        assert split.train.decoder.device.kind == "cuda"
+        indices = np.arange(len(split.train))
+        for found, expected in zip(
+            split.train.batch(indices, 0)[0].images(),
+            data.image_folder(tmp_path).train.batch(indices, 0)[0].images(),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+        monkeypatch.setitem(sys.modules, "nvidia", None)
+        split = data.image_folder(tmp_path, "cuda")
+        assert "decoded by Pillow" in split.note
+        assert split.train.decoder.device == CPU
 
     def test_bad_folders(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no such folder"):
