@@ -27,9 +27,9 @@
 
 const int THREADS = 256;
 const int LINES = 2;      // rows of the output that a thread resamples at once
-const int WORDS = 2;      // words of four bytes of the input's row that a thread has under way
+const int WORDS = 1;      // words of four bytes of the input's row that a thread has under way
 const int PLACES = 1536;  // elements of the input's row, of all groups of rows, in shared memory
-const int BLOCKS = 3;     // of THREADS on a multiprocessor, for the number of registers
+const int BLOCKS = 4;     // of THREADS on a multiprocessor, for the number of registers
 const int PARAMETERS = 9;
 enum Parameter { TOP, LEFT, HEIGHT, WIDTH, FLIP, BRIGHTNESS, CONTRAST, SATURATION, HUE };
 const float WHITE = 255.0f;

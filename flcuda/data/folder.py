@@ -54,6 +54,11 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.files)
 
+    @property
+    def best_workers(self) -> int | None:
+        """How many threads a loader should have: what the decoder says."""
+        return self.decoder.best_workers
+
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         index = checked_index(index, len(self))
         image = pillow_image(self.files[index], self.decoder.channels)

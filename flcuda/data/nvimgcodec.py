@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from flcuda.device import Array, Device, cupy
+from flcuda.ops.images import gather_images
 
 BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_ONLY": "CPU"}
 """nvImageCodec's kinds of backends in the order in which they are asked, with what they are called here."""
@@ -144,20 +145,14 @@ class Nvimgcodec:
 
     def code_stream(self, content: bytes) -> Any:
         """Returns nvImageCodec's view of a file that it decodes as Pillow would; None of any other."""
-        if not is_whole_ycc_jpeg(content):
+        frame = jpeg_frame(content)
+        limit = Image.MAX_IMAGE_PIXELS
+        if frame is None or frame.precision != 8 or (limit is not None and frame.height * frame.width > 2 * limit):
             return None
         try:
-            stream = self._module.CodeStream(content)
-            limit = Image.MAX_IMAGE_PIXELS
-            plain = (
-                stream.codec_name == "jpeg"
-                and stream.precision in (0, 8)
-                and stream.num_channels in (1, 3)
-                and (limit is None or stream.height * stream.width <= 2 * limit)
-            )
+            return self._module.CodeStream(content)
         except RuntimeError:
             return None
-        return stream if plain else None
 
     @contextlib.contextmanager
     def decoded(self, streams: Sequence[Any], channels: int) -> "Iterator[list[PlacedImage | None]]":
@@ -220,15 +215,15 @@ class Nvimgcodec:
 
     def copy(self, images: Sequence[PlacedImage], pixels: Array, offsets: Sequence[int]) -> None:
         """Copies images into a batch's pixels on the current stream, each to its offset in bytes."""
-        cuda = cupy().cuda
-        runtime, start, stream = cuda.runtime, pixels.data.ptr, cuda.get_current_stream().ptr
-        kind = runtime.memcpyDeviceToDevice
-        for (pointer, row_bytes, (height, width, channels)), offset in zip(images, offsets, strict=True):
-            row = width * channels
-            if row_bytes == row:
-                runtime.memcpyAsync(start + offset, pointer, row * height, kind, stream)
-            else:
-                runtime.memcpy2DAsync(start + offset, row, pointer, row_bytes, row, height, kind, stream)
+        shapes = [image.shape for image in images]
+        gather_images(
+            pixels,
+            offsets,
+            [image.pointer for image in images],
+            [height for height, _, _ in shapes],
+            [width * channels for _, width, channels in shapes],
+            [image.row_bytes for image in images],
+        )
 
 
 def _let_go(free: "queue.SimpleQueue[_Instance]") -> None:
@@ -322,22 +317,30 @@ def _placed(image: Any, channels: int) -> PlacedImage | None:
     return PlacedImage(interface["data"][0], strides[0] if strides else shape[1] * channels, shape)
 
 
-def is_whole_ycc_jpeg(content: bytes) -> bool:
-    """Says whether bytes are a JPEG file with its end whose colours, if any, are YCbCr, and not turned by XMP.
+class JpegFrame(NamedTuple):
+    """What a JPEG file says of its image."""
+
+    precision: int
+    height: int
+    width: int
+
+
+def jpeg_frame(content: bytes) -> JpegFrame | None:
+    """Reads a JPEG file's header; None where the file has no end, colours that are not YCbCr, or is turned by XMP.
 
     libjpeg's rules: JFIF says YCbCr; else Adobe's marker says it, if there is one; else the components' numbers.
     """
     if not content.startswith(b"\xff\xd8\xff"):
-        return False
+        return None
     if content.rfind(b"\xff\xd9", max(2, len(content) - _JPEG_TAIL)) < 0:
-        return False
+        return None
     place = 2
     jfif = False
     adobe = None
     last = len(content) - 10
     while place < last:
         if content[place] != 0xFF:
-            return False
+            return None
         marker = content[place + 1]
         if marker == 0xFF:
             place += 1
@@ -348,14 +351,19 @@ def is_whole_ycc_jpeg(content: bytes) -> bool:
             jfif = jfif or content.startswith(b"JFIF\0", body)
         elif marker == 0xE1:
             if content.startswith(_XMP, body) and _XMP_TURNED.search(content, body, end):
-                return False
+                return None
         elif marker == 0xEE:
             if content.startswith(b"Adobe", body) and body + 12 <= min(end, len(content)):
                 adobe = content[body + 11]
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             components = content[body + 5]
-            if components != 3:
-                return components == 1
-            return jfif or (content[body + 6 : end : 3] != b"RGB" if adobe is None else adobe == 1)
+            if components == 3:
+                is_plain = jfif or (content[body + 6 : end : 3] != b"RGB" if adobe is None else adobe == 1)
+            else:
+                is_plain = components == 1
+            if not is_plain:
+                return None
+            height = content[body + 1] << 8 | content[body + 2]
+            return JpegFrame(content[body], height, content[body + 3] << 8 | content[body + 4])
         place = end
-    return False
+    return None

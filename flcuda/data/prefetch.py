@@ -88,7 +88,9 @@ class PrefetchDataset:
         dataset: any data set; fields are numbers, arrays and `ImageBatch`es, of the host or of the device.
         device: as in `flcuda.device.resolve`.
         depth: slots of the ring. 1 copies only once the consumer has released the sample before.
-        workers: threads that call the data set; None chooses; 0 loads and copies when the consumer asks.
+        workers: threads that call the data set; None asks it, or the first of those that it is made of, for
+            `best_workers`, and takes one a core, at most 8, where nobody says; 0 loads and copies when the consumer
+            asks.
         transforms: the i-th changes the i-th field after the prefetch, on the consumer's current stream and thread;
             None and a missing one leave it as it is. Each is a `Transform`, called with the batch on the device, or
             a `DeviceTransform`. The data set must be one of batches.
@@ -117,7 +119,7 @@ class PrefetchDataset:
     ) -> None:
         self.depth = _at_least("depth", depth, 1)
         if workers is None:
-            workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+            workers = _best_workers(dataset)
         self.workers = _at_least("workers", workers, 0)
         self.transforms = tuple(transforms)
         is_changed = any(transform is not None for transform in self.transforms)
@@ -598,6 +600,16 @@ def _caught(act: Callable[[int], _T], step: int) -> _T | BaseException:
 
 def _used(link: Link | None, stream: Any = None) -> Any:
     return devices.CPU.use() if link is None else link.use(stream)
+
+
+def _best_workers(dataset: Any) -> int:
+    """Returns what a data set says of itself, or the first below it that does."""
+    while dataset is not None:
+        told = getattr(dataset, "best_workers", None)
+        if isinstance(told, int):
+            return told
+        dataset = getattr(dataset, "dataset", None)
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _at_least(name: str, value: int, least: int) -> int:

@@ -37,6 +37,7 @@ from flcuda.data.folder import ImageFiles, some_indices
 from flcuda.data.images import ALIGNMENT, ImageBatch, places_of
 from flcuda.device import CPU, Array, cupy
 from flcuda.errors import DecodeError
+from flcuda.ops.images import gather_images
 
 CACHES = ("device", "host", "disk")
 PLACES = {"device": "device memory", "host": "host memory", "disk": "disk"}
@@ -172,6 +173,11 @@ class DecodedStore:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def best_workers(self) -> int | None:
+        """How many threads a loader should have: what the decoder says."""
+        return self.decoder.best_workers
+
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         images, labels = self.batch(np.array([checked_index(index, len(self))], np.int64), 0)
         image = images.image(0)
@@ -256,15 +262,10 @@ class DecodedStore:
                 sizes[place] = fresh[index].shape[:2]
                 sources[place] = fresh[index].data.ptr
         offsets, total = places_of(sizes, channels)
-        lengths = sizes.astype(np.int64).prod(axis=1) * channels
         with self.device.use():
             pixels = self.device.xp.zeros(total, np.uint8)
-            cuda = cupy().cuda
-            stream, kind = cuda.get_current_stream().ptr, cuda.runtime.memcpyDeviceToDevice
-            targets = offsets + pixels.data.ptr
-            # By addresses: a view of each image would take the host several times as long.
-            for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-                cuda.runtime.memcpyAsync(target, source, length, kind, stream)
+            heights, widths = sizes.T
+            gather_images(pixels, offsets.tolist(), sources.tolist(), heights.tolist(), (widths * channels).tolist())
         return ImageBatch(pixels, offsets, sizes, channels)
 
     def _view(self, index: int) -> Array:

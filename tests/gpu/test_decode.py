@@ -55,15 +55,17 @@ def check(found: np.ndarray, expected: np.ndarray, mean: float = 1.0, largest: i
 
 
 def luma(pixels: np.ndarray) -> np.ndarray:
-    return pixels @ np.array([0.299, 0.587, 0.114]) if pixels.shape[2] == 3 else pixels[:, :, 0]
+    weights = [0.299, 0.587, 0.114] if pixels.shape[2] == 3 else [1.0]
+    return pixels @ np.array(weights)
 
 
 def check_subsampled(found: np.ndarray, expected: np.ndarray) -> None:
     """Close in luma, whose pixels are all in the file; in colour as close as colours that are not interpolated.
 
-    Of such images libjpeg's are, without interpolation, at most 11 off in the mean, 64 at most, and 0.5 in luma.
+    Of such images libjpeg's are, without interpolation, at most 11 off in the mean, 64 at most, and 0.5 in luma. The
+    engine, which interpolates, does not do so at the edges: of an image three pixels wide that is all of it.
     """
-    check(found, expected, 12.0, 80)
+    check(found, expected, 12.0, 96)
     assert np.abs(luma(found) - luma(expected)).mean() <= 1.2
 
 

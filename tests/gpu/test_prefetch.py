@@ -414,8 +414,8 @@ def test_a_capture_while_the_threads_work(mode, workers, on_device):
 
 def test_what_is_refused_within_a_capture_leaves_it_whole():
     cupy = device.cupy()
-    static = cupy.zeros(1000, np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        static = cupy.zeros(1000, np.int32)
         static += 1
         iteration = iter(Counted(Stamps(5), workers=2))
         sample = next(iteration)
@@ -449,8 +449,8 @@ def test_what_is_refused_within_a_capture_leaves_it_whole():
 def test_closing_while_a_stream_captures():
     cupy = device.cupy()
     loader = Counted(Stamps(50), workers=2)
-    static = cupy.zeros(1000, np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        static = cupy.zeros(1000, np.int32)
         static += 1
         iteration = iter(loader)
         sample = next(iteration)

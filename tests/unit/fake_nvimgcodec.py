@@ -11,7 +11,7 @@ import ctypes
 import inspect
 import io
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,7 @@ class FakeCupy:
         self.stream = Stream(0)
         self.streams: list[Stream] = [self.stream]
         self.copies = 0
-        runtime = types.SimpleNamespace(
-            memcpyDeviceToDevice=3,
-            memcpyAsync=self._copy,
-            memcpy2DAsync=self._copy_rows,
-            memGetInfo=lambda: (1 << 20, 0),
-        )
+        runtime = types.SimpleNamespace(memGetInfo=lambda: (1 << 20, 0))
         self.cuda = types.SimpleNamespace(
             runtime=runtime, Event=Event, Stream=self._new_stream, get_current_stream=lambda: self.stream
         )
@@ -86,19 +81,26 @@ class FakeCupy:
         self.streams.append(Stream(1000 + len(self.streams)))
         return self.streams[-1]
 
-    def _copy(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        assert (kind, stream) == (3, self.stream.ptr)
-        for value in (to, source, size):
-            assert type(value) is int
-        self.copies += 1
-        self.stream.log.append("copy")
-        ctypes.memmove(to, source, size)
-
-    def _copy_rows(
-        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: int, stream: int
+    def gather_images(
+        self,
+        pixels: HostArray,
+        offsets: Sequence[int],
+        sources: Sequence[int],
+        rows: Sequence[int],
+        row_bytes: Sequence[int],
+        pitches: Sequence[int] | None = None,
     ) -> None:
-        for row in range(height):
-            self._copy(to + row * to_pitch, source + row * pitch, width, kind, stream)
+        """Plays `flcuda.ops.images.gather_images`."""
+        start = pixels.data.ptr
+        columns = (offsets, sources, rows, row_bytes, row_bytes if pitches is None else pitches)
+        for offset, source, count, size, pitch in zip(*columns, strict=True):
+            for value in (offset, source, count, size, pitch):
+                assert type(value) is int
+            assert offset + count * size <= pixels.size
+            self.copies += 1
+            self.stream.log.append("copy")
+            for row in range(count):
+                ctypes.memmove(start + offset + row * size, source + row * pitch, size)
 
     @staticmethod
     def zeros(shape: Any, dtype: Any) -> HostArray:

@@ -227,6 +227,7 @@ class TestBench:
         package.nvimgcodec = FakeNvimgcodec(played)
         monkeypatch.setattr(sys.modules["flcuda.data.decode"], "resolve", lambda _: device)
         monkeypatch.setattr(sys.modules["flcuda.data.nvimgcodec"], "cupy", lambda: played)
+        monkeypatch.setattr(sys.modules["flcuda.data.nvimgcodec"], "gather_images", played.gather_images)
         monkeypatch.setitem(sys.modules, "nvidia", package)
         monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", package.nvimgcodec)
         decoder = data_command._final_decoder(device, 5)

@@ -514,6 +514,7 @@ class Here:
         device = FakeDevice(self.cupy)
         monkeypatch.setattr(decode_module, "resolve", lambda _: device)
         monkeypatch.setattr(nvimgcodec_module, "cupy", lambda: self.cupy)
+        monkeypatch.setattr(nvimgcodec_module, "gather_images", self.cupy.gather_images)
         package = types.ModuleType("nvidia")
         package.nvimgcodec = self.module
         monkeypatch.setitem(sys.modules, "nvidia", package)
@@ -618,7 +619,7 @@ class TestNvimgcodec:
             weakref.finalize(image, lambda: freed.append(bool(of.log) and of.log[-1] != "decode"))
 
         monkeypatch.setattr(FakeImage, "__init__", watched)
-        monkeypatch.setattr(here.cupy.cuda.runtime, "memcpyAsync", None)
+        monkeypatch.setattr(nvimgcodec_module, "gather_images", None)
         for _ in range(3):
             with pytest.raises(TypeError):
                 decoder.decode([contents[1]])
@@ -766,27 +767,78 @@ class TestNvimgcodec:
             Decoder("cuda").decode(mixture()[:1])
 
 
+@pytest.mark.parametrize("size", [0, 1, 131071, 131072, 131073, 131072 + (4 << 20), 5_000_000])
+def test_files_of_all_sizes_are_read_whole(size: int, tmp_path: Path) -> None:
+    content = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert decode_module._read(path) == content
+
+
+class TestTurns:
+    """Two threads do not read at the same time, but for files that are slow."""
+
+    @pytest.mark.parametrize("slow", [False, True])
+    def test_reading(self, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Here(monkeypatch)
+        monkeypatch.setattr(decode_module, "_SLOW_FILE_S", 1e-9 if slow else 1e9)
+        paths = [tmp_path / f"{place}.jpg" for place in range(4)]
+        for path in paths:
+            path.write_bytes(mixture()[0])
+        real = decode_module._read
+        reading: list[int] = []
+        most: list[int] = []
+
+        def watched(path: Path) -> bytes:
+            reading.append(1)
+            most.append(len(reading))
+            time.sleep(0.01)
+            content = real(path)
+            reading.pop()
+            return content
+
+        monkeypatch.setattr(decode_module, "_read", watched)
+        decoder = Decoder("cuda")
+        decoder.decode(paths[:1])
+        most.clear()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                assert len(decoder.decode(paths).batch) == 4
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        assert max(most) == (2 if slow else 1)
+
+
 class TestWholeJpeg:
     """Which files are left to nvImageCodec: those that it shows as libjpeg does."""
 
     def test_by_kind(self) -> None:
         expected = [True, True, True, True, False, False, False, False, True, False, False, False, False]
-        assert [nvimgcodec_module.is_whole_ycc_jpeg(content) for content in mixture()] == expected
+        assert [nvimgcodec_module.jpeg_frame(content) is not None for content in mixture()] == expected
 
     def test_without_jfif_the_components_decide(self) -> None:
         content = bytearray(encoded(Image.fromarray(smooth(8, 8)), "JPEG"))
         assert content[2:4] == b"\xff\xe0"
         without = bytes(content[:2] + content[20:])
-        assert nvimgcodec_module.is_whole_ycc_jpeg(without)
+        assert nvimgcodec_module.jpeg_frame(without)
         # SOF0: length, precision, height, width, 3, then (number, sampling, table) for each.
         place = without.index(b"\xff\xc0") + 10
         named = bytearray(without)
         named[place : place + 9 : 3] = b"RGB"
-        assert not nvimgcodec_module.is_whole_ycc_jpeg(bytes(named))
+        assert not nvimgcodec_module.jpeg_frame(bytes(named))
         grey = encoded(Image.fromarray(smooth(8, 8)).convert("L"), "JPEG")
-        assert nvimgcodec_module.is_whole_ycc_jpeg(grey[:2] + grey[20:])
+        assert nvimgcodec_module.jpeg_frame(grey[:2] + grey[20:])
 
     @given(cut=st.integers(0, 400))
     def test_cut_headers(self, cut: int) -> None:
         content = encoded(Image.fromarray(smooth(8, 8)), "JPEG")
-        nvimgcodec_module.is_whole_ycc_jpeg(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")
+        nvimgcodec_module.jpeg_frame(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")

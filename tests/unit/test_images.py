@@ -232,6 +232,7 @@ class TestImageFolder:
         package.nvimgcodec = module
         monkeypatch.setattr(decode_module, "resolve", lambda name: CPU if name in ("cpu", CPU) else FakeDevice(played))
         monkeypatch.setattr(nvimgcodec_module, "cupy", lambda: played)
+        monkeypatch.setattr(nvimgcodec_module, "gather_images", played.gather_images)
         monkeypatch.setitem(sys.modules, "nvidia", package)
         monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", module)
         split = data.image_folder(tmp_path, "cuda")

@@ -32,6 +32,7 @@ def test_all_files_are_here() -> None:
         "depthwise",
         "elementwise",
         "finite",
+        "images",
         "loss",
         "optimizer",
         "pooling",

@@ -102,6 +102,29 @@ def require_clean(loader: PrefetchDataset) -> None:
 @pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("depth", [1, 2, 5])
+class Asked:
+    """A data set that says how many threads it should have."""
+
+    def __init__(self, dataset=None, best_workers=None):
+        self.best_workers = best_workers
+        self.dataset = dataset
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return (np.array(index),)
+
+
+def test_a_data_set_is_asked_how_many_workers_it_wants(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
+    assert PrefetchDataset(Asked(), "cpu").workers == 5
+    assert PrefetchDataset(Asked(best_workers=2), "cpu").workers == 2
+    assert PrefetchDataset(BatchDataset(Asked(Asked(best_workers=3)), 2), "cpu").workers == 3
+    assert PrefetchDataset(Asked(Asked(best_workers=3), 1), "cpu").workers == 1
+    assert PrefetchDataset(Asked(best_workers=2), "cpu", workers=7).workers == 7
+
+
 def test_one_epoch_in_order(kind, workers, depth):
     dataset = Stamps(23, pauses=[0.0, 0.002, 0.001])
     loader = kind(
