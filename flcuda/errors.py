@@ -8,7 +8,8 @@
     ├── CudnnError                 function, status, text
     │   └── CudnnNotSupportedError    status 3xxx
     ├── KernelCompileError         file, log
-    └── CaptureError               a step cannot be captured in a CUDA graph
+    ├── CaptureError               a step cannot be captured in a CUDA graph
+    └── DecodeError                name, reason, unread; a ValueError too
 
 A class exists only where somebody catches it. A mistake in an argument is a plain ``ValueError`` or ``TypeError``.
 Callers add shapes, dtypes and parameters with ``add_note``. Every one of them pickles, fields and notes included, so
@@ -100,6 +101,35 @@ class CaptureError(FlcudaError):
 
     The message says what stood in the way and what to do; the original error, if any, is the cause.
     """
+
+
+class DecodeError(FlcudaError, ValueError):
+    """An image file is broken, or is none.
+
+    Args:
+        name: the file, or what the caller called the bytes.
+        reason: what is wrong with it, such as "is empty".
+        unread: the file could not be read, which may pass; what is in it is not known.
+    """
+
+    def __init__(self, name: str, reason: str, *, unread: bool = False) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+        self.unread = unread
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason}; {self._remedy}"
+
+    @property
+    def _remedy(self) -> str:
+        if self.unread:
+            return "see that it is there and may be read, or leave such files out by on_error='skip'"
+        return "replace or remove it, or leave such files out by on_error='skip' (`flcuda data check` lists them all)"
+
+    def fresh(self) -> "DecodeError":
+        """Returns an error like it, to be raised: one that was raised keeps its traceback and notes."""
+        return DecodeError(self.name, self.reason, unread=self.unread)
 
 
 NOT_SUPPORTED = 3000

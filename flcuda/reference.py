@@ -785,3 +785,144 @@ def _like(values: Array, a: Array) -> Array:
     out = empty(values.shape, a.dtype, device=CPU, layout=_kept_layout(a))
     out[...] = values
     return out
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+WHITE = np.float32(255)
+"""The highest level of an image."""
+
+GREY = (0.2989, 0.587, 0.114)
+"""What red, green and blue weigh in the grey level, as in torchvision."""
+
+
+def augment(
+    images: Sequence[Array], parameters: Array, mean: Sequence[float], std: Sequence[float], out: Array
+) -> None:
+    """Crops, resamples, flips, jitters and normalizes images of different sizes.
+
+    See `flcuda.ops.augment` for the columns of parameters. The colours are jittered in the order brightness, contrast,
+    saturation, hue; nothing is rounded before the end.
+
+    Args:
+        images: uint8 (h, w, c) each, of one c.
+        parameters: float32 (n, 9).
+        mean: one number a channel, in units of the full scale.
+        std: likewise.
+        out: (n, channels, H, W), written; channels from c on become 0.
+    """
+    scale = (1.0 / (255.0 * np.array(std, np.float64))).astype(np.float32)
+    shift = (-np.array(mean, np.float64) / np.array(std, np.float64)).astype(np.float32)
+    for image, values, result in zip(images, parameters.tolist(), out, strict=True):
+        top, left, height, width, flip, brightness, contrast, saturation, hue = values
+        levels = resample(image, (top, left, height, width), result.shape[1:])
+        levels = jitter(levels, brightness, contrast, saturation, hue)
+        if flip:
+            levels = levels[:, ::-1]
+        channels = image.shape[2]
+        result[:channels] = (levels * scale + shift).transpose(2, 0, 1)
+        result[channels:] = 0
+
+
+def resample(image: Array, box: tuple[float, float, float, float], size: Sequence[int]) -> Array:
+    """Resamples a part of an image by a triangle as wide as a pixel of the coarser of both grids.
+
+    Pixels outside of the box take part where the triangle reaches them, pixels outside of the image do not. It is what
+    Pillow's `resize(size, BILINEAR, box)` does, which rounds to levels after each of the two directions.
+
+    Args:
+        image: uint8 (h, w, c).
+        box: top, left, height and width of the part, in pixels.
+        size: height and width of the result.
+
+    Returns:
+        float32 (H, W, c), levels from 0 to 255.
+    """
+    top, left, height, width = box
+    first_row, rows = _triangles(top, height, size[0], image.shape[0])
+    first_column, columns = _triangles(left, width, size[1], image.shape[1])
+    part = image[first_row : first_row + rows.shape[1], first_column : first_column + columns.shape[1]]
+    across = part.shape[1] * part.shape[2]
+    lines = rows @ part.reshape(len(part), across).astype(np.float32)
+    levels: Array = columns @ lines.reshape(len(rows), part.shape[1], part.shape[2])
+    return levels
+
+
+def _triangles(start: float, length: float, out_size: int, size: int) -> tuple[int, Array]:
+    """The first element of the input that counts, and float32 (out_size, inputs) weights, each row's sum 1."""
+    scale = length / out_size
+    support = max(scale, 1.0)
+    centres = start + (np.arange(out_size) + 0.5) * scale
+    first = int(np.clip(np.floor(centres[0] - support + 0.5), 0, size - 1))
+    end = int(np.clip(np.floor(centres[-1] + support + 0.5), first + 1, size))
+    distances = (np.arange(first, end) + 0.5 - centres[:, None]) / support
+    weights = np.maximum(1.0 - np.abs(distances), 0.0)
+    return first, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def jitter(levels: Array, brightness: float, contrast: float, saturation: float, hue: float) -> Array:
+    """Changes the colours of an image, in this order, each as torchvision's function of a float image does.
+
+    Args:
+        levels: float32 (H, W, c), from 0 to 255; c = 1 is grey, which has no saturation and no hue.
+        brightness: factor of the levels; 1 changes nothing.
+        contrast: factor of the distances from the image's mean grey level; 1 changes nothing.
+        saturation: factor of the distances from each pixel's grey level; 1 changes nothing.
+        hue: added to the hue, in turns, from -0.5 to 0.5; 0 changes nothing.
+
+    Returns:
+        The same shape and dtype; the array itself when nothing changes.
+    """
+    if brightness != 1:
+        levels = np.clip(levels * np.float32(brightness), 0, WHITE)
+    if contrast != 1:
+        mean = _grey(levels).mean(dtype=np.float64)
+        levels = _blended(levels, np.float32(mean), contrast)
+    if levels.shape[2] == 3 and saturation != 1:
+        levels = _blended(levels, _grey(levels), saturation)
+    if levels.shape[2] == 3 and hue != 0:
+        levels = _hue_shifted(levels, hue)
+    return levels
+
+
+def _grey(levels: Array) -> Array:
+    """The grey level of each pixel, (H, W, 1)."""
+    return levels if levels.shape[2] == 1 else levels @ np.array(GREY, np.float32)[:, None]
+
+
+def _blended(levels: Array, other: Array | np.float32, factor: float) -> Array:
+    share = np.float32(factor)
+    return np.clip(share * levels + (np.float32(1) - share) * other, 0, WHITE)
+
+
+def _hue_shifted(levels: Array, shift: float) -> Array:
+    """By way of HSV."""
+    red, green, blue = np.moveaxis(levels, 2, 0)
+    most = levels.max(axis=2)
+    spread = most - levels.min(axis=2)
+    coloured = spread > 0
+    divisor = np.where(coloured, spread, np.float32(1))
+    saturation = spread / np.where(coloured, most, np.float32(1))
+    from_red, from_green, from_blue = (most - red) / divisor, (most - green) / divisor, (most - blue) / divisor
+    sextant = np.where(
+        most == red,
+        from_blue - from_green,
+        np.where(most == green, 2 + from_red - from_blue, 4 + from_green - from_red),
+    )
+    hue = sextant / np.float32(6) + np.float32(shift)
+    hue = (hue - np.floor(hue)) * np.float32(6)
+    sector = np.floor(hue)
+    part = hue - sector
+    low = most * (1 - saturation)
+    falling = most * (1 - saturation * part)
+    rising = most * (1 - saturation * (1 - part))
+    sector = sector.astype(np.int64) % 6
+    colours = np.stack(
+        [
+            np.choose(sector, [most, falling, low, low, rising, most]),
+            np.choose(sector, [rising, most, most, falling, low, low]),
+            np.choose(sector, [low, low, rising, most, most, falling]),
+        ],
+        axis=2,
+    )
+    return np.where(coloured[:, :, None], np.clip(colours, 0, WHITE), levels)

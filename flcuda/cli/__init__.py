@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import flcuda
 from flcuda.errors import FlcudaError
 
-_COMMANDS = ("train", "find", "profile", "choices", "info")
+_COMMANDS = ("train", "find", "profile", "choices", "data", "info")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

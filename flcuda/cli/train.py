@@ -143,6 +143,9 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
         scaler=DynamicScaler() if args.precision == "float16" else None,
         label_smoothing=recipe.label_smoothing,
         seed=args.seed,
+        transforms=data.transforms,
+        test_transforms=data.test_transforms,
+        workers=None,
     )
     settings = {
         "data": data.name,
@@ -206,7 +209,7 @@ def _open_data(spec: str, device: "Device", seed: int) -> "ImageData":
     if name == "fashion-mnist":
         return data.fashion_mnist(folder, seed) if rest else data.fashion_mnist(seed=seed)
     if name == "folder" and rest:
-        return data.image_folder(folder, seed)
+        return data.image_folder(folder, device)
     if name == "synthetic":
         if rest and not (rest.isdecimal() and int(rest)):
             raise ValueError(f"--data synthetic:N needs a whole number of at least 1, not {rest!r}")

@@ -1,21 +1,33 @@
-"""Data sets: numbered samples of any number of fields, the batches made of them, and the ones known by name.
-
-A data set is anything with a length and `dataset[i] -> (field, field, ...)`; one of PyTorch's map style is one. It may
-also have `batch(indices, epoch) -> (stacked field, ...)`, which makes a whole batch at once.
-"""
+"""Data sets of any number of fields, those made of others, and the ones known by name."""
 
 import gzip
+import operator
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flcuda import rng
+from flcuda.data.chain import (
+    Chain,
+    Dataset,
+    SampleChain,
+    assembled_kept,
+    checked_index,
+    checked_indices,
+    fetch,
+    fetch_kept,
+    kept_of,
+    row,
+    sample_numbers,
+    sample_of,
+    taken,
+)
 from flcuda.data.transforms import (
     Compose,
     Draws,
@@ -41,22 +53,9 @@ FASHION_MNIST_CLASSES = (
     "Bag",
     "Ankle boot",
 )
-LAST_BATCH_POLICIES = ("include-last", "skip-last", "divisible-only")
 
 # Marks the counters that the order of an epoch is drawn from.
 _ORDER_TAG = 0x04DE4000
-
-
-class Dataset(Protocol):
-    """Numbered samples."""
-
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> tuple[Any, ...]:
-        """Returns the fields of one sample; IndexError out of range."""
-        ...
 
 
 class TensorDataset:
@@ -87,43 +86,205 @@ class TensorDataset:
         return len(self.fields[0])
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        place = _checked_index(index, len(self))
+        place = checked_index(index, len(self))
         return tuple(field[place] for field in self.fields)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return (self[index] for index in range(len(self)))
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[Any], ...]:  # noqa: ARG002
         """Returns the samples of these indices, stacked, as new arrays."""
-        return tuple(field[indices] for field in self.fields)
+        places = checked_indices(indices, len(self))
+        return tuple(field[places] for field in self.fields)
 
 
-class TransformDataset:
+class TransformDataset(SampleChain):
     """A data set whose i-th field goes through the i-th transform; a missing one or None leaves it as it is.
 
     Args:
-        dataset: any data set.
-        *transforms: each called with a stacked field and its random numbers.
+        dataset: any data set of single samples.
+        *transforms: each called with a stacked field and its random numbers, which are those of (seed, epoch, number of
+            the sample); see `sample_numbers`.
         seed: of the random numbers.
+
+    Raises:
+        TypeError: a data set of batches: transform the samples before they are batched.
     """
 
     def __init__(self, dataset: Dataset, *transforms: Transform | None, seed: int = 0) -> None:
+        if isinstance(dataset, Chain) and dataset.serves_batches:
+            raise TypeError(f"dataset must have single samples, not the batches of a {type(dataset).__name__}")
+        super().__init__(dataset, length=len(dataset))
         self.dataset = dataset
         self.transforms = transforms
         self.seed = seed
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+        """Returns the transformed fields of one sample."""
+        places = np.array([index], np.int64)
+        # Where it cannot be served, the error of the data set.
+        fields = self._changed(fetch(self.dataset, places, epoch), places, epoch)
+        return tuple(row(field, 0) for field in fields)
 
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        place = _checked_index(index, len(self))
-        return tuple(field[0] for field in self.batch(np.array([place], np.int64), 0))
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        """Returns the transformed samples of these indices that are left, stacked, and which they are.
 
-    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[Any], ...]:
-        """Returns the transformed samples of these indices, stacked."""
-        fields = list(fetch(self.dataset, indices, epoch))
-        for place, transform in enumerate(self.transforms[: len(fields)]):
-            if transform is not None:
-                # Streams are apart by 256, so a composed transform of one field does not meet the next field's.
-                fields[place] = transform(fields[place], Draws(self.seed, epoch, indices, 256 * place))
-        return tuple(fields)
+        Raises:
+            ValueError: more transforms than fields, or the data set leaves samples out without a word: then the random
+                numbers are not those of the rows.
+        """
+        places = checked_indices(indices, len(self))
+        fields, kept = fetch_kept(self.dataset, places, epoch)
+        kept = kept_of(fields, kept, len(places))
+        return self._changed(fields, places[kept], epoch) if len(kept) else (), kept
+
+    def _changed(self, fields: tuple[Any, ...], places: NDArray[np.int64], epoch: int) -> tuple[Any, ...]:
+        """Applies the transforms to samples of these places, which all are there."""
+        changed = list(fields)
+        numbers = sample_numbers(self.dataset, places, epoch)
+        for place, transform in enumerate(self.transforms):
+            if transform is None:
+                continue
+            if place >= len(changed):
+                raise ValueError(f"transforms[{place}] has no field: the samples have {len(changed)}")
+            # Streams are apart by 256, so a composed transform of one field does not meet the next field's.
+            changed[place] = transform(changed[place], Draws(self.seed, epoch, numbers, 256 * place))
+        return tuple(changed)
+
+
+class MergeDataset(SampleChain):
+    """The fields of several data sets side by side: sample i has those of sample i of each.
+
+    Args:
+        *datasets: any data sets of one length.
+
+    Raises:
+        ValueError: no data set, or different lengths.
+    """
+
+    def __init__(self, *datasets: Dataset) -> None:
+        if not datasets:
+            raise ValueError("datasets must be at least one")
+        lengths = [len(dataset) for dataset in datasets]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"datasets must have one length, not {lengths}")
+        super().__init__(*datasets, length=lengths[0])
+        self.datasets = datasets
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+        """Returns the fields of one sample of every data set."""
+        return tuple(field for dataset in self.datasets for field in sample_of(dataset, index, epoch))
+
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        """Returns the fields of every data set, stacked, of the samples that are left in all of them, and which.
+
+        Raises:
+            ValueError: a data set leaves samples out without a word: then rows no longer belong together.
+        """
+        parts = [fetch_kept(dataset, indices, epoch) for dataset in self.datasets]
+        rows = [kept_of(fields, kept, len(indices)) for fields, kept in parts]
+        common = np.arange(len(indices), dtype=np.int64)
+        for kept in rows:
+            common = np.intersect1d(common, kept, assume_unique=True)
+        if not len(common):
+            return (), common
+        return tuple(
+            field if len(kept) == len(common) else taken(field, np.searchsorted(kept, common))
+            for (fields, _), kept in zip(parts, rows, strict=True)
+            for field in fields
+        ), common
+
+
+class ConcatDataset(SampleChain):
+    """The samples of several data sets, one after another.
+
+    Args:
+        *datasets: any data sets, with the same number of fields.
+
+    Raises:
+        ValueError: no data set.
+    """
+
+    def __init__(self, *datasets: Dataset) -> None:
+        if not datasets:
+            raise ValueError("datasets must be at least one")
+        bounds = np.cumsum([0, *(len(dataset) for dataset in datasets)], dtype=np.int64)
+        super().__init__(*datasets, length=int(bounds[-1]))
+        self.datasets = datasets
+        self._bounds = bounds
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+        """Returns the fields of one sample."""
+        part = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        return sample_of(self.datasets[part], index - int(self._bounds[part]), epoch)
+
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the samples of these indices that are left, stacked, and which they are."""
+        places = checked_indices(indices, len(self))
+        parts = [
+            (rows, fetch_kept(self.datasets[part], places[rows] - self._bounds[part], epoch))
+            for part, rows in self._parts(places)
+        ]
+        return assembled_kept(parts, places)
+
+    def numbers(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Returns the numbers in the data sets, each counted on from where the one before it ends."""
+        result = np.empty_like(indices)
+        for part, rows in self._parts(indices):
+            start = self._bounds[part]
+            result[rows] = start + sample_numbers(self.datasets[part], indices[rows] - start, epoch)
+        return result
+
+    def _parts(self, places: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+        """Returns, for each data set that has some of the samples, which it is and where they stand."""
+        owners = np.searchsorted(self._bounds, places, side="right") - 1
+        return [(int(part), np.flatnonzero(owners == part)) for part in np.unique(owners)]
+
+
+class ResampleDataset(SampleChain):
+    """Chosen samples of a data set, in a chosen order; one may be chosen several times, or never.
+
+    It numbers its samples anew: transforms of a `ResampleDataset` change each copy of a sample in its own way, those
+    inside of it change all copies alike.
+
+    Args:
+        dataset: any data set.
+        indices: integers (N,), which sample each one is; or a function of 0..length-1 that returns that, called here
+            and never again, so that it need not be one that can be pickled.
+        length: number of samples, for a function only; as many as the data set's when it is not given.
+
+    Raises:
+        IndexError: an index that is out of range for the data set; named.
+        TypeError: no integers.
+        ValueError: a length for a list of indices, or a negative one.
+    """
+
+    def __init__(self, dataset: Dataset, indices: ArrayLike | Callable[[int], int], length: int | None = None) -> None:
+        if callable(indices):
+            count = len(dataset) if length is None else operator.index(length)
+            if count < 0:
+                raise ValueError(f"length must not be negative, not {length}")
+            chosen = np.array([operator.index(indices(index)) for index in range(count)], np.int64)
+        elif length is not None:
+            raise ValueError(f"length {length} is for a function: a list of indices has its own")
+        else:
+            # A copy: what the caller does to the list later changes nothing here.
+            chosen = np.array(indices)
+        self._chosen = checked_indices(chosen, len(dataset)).astype(np.int64, copy=False)
+        super().__init__(dataset, length=len(self._chosen))
+        self.dataset = dataset
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
+        """Returns the fields of one chosen sample."""
+        return sample_of(self.dataset, int(self._chosen[index]), epoch)
+
+    def batch_kept(self, indices: NDArray[np.int64], epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the chosen samples of these indices that are left, stacked, and which they are."""
+        return fetch_kept(self.dataset, self._chosen[checked_indices(indices, len(self))], epoch)
+
+    def numbers(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:  # noqa: ARG002
+        """Returns the indices themselves."""
+        return indices
 
 
 @dataclass(frozen=True)
@@ -132,11 +293,14 @@ class ImageData:
 
     Attributes:
         name: how it is called.
-        train: samples (float32 image (C, H, W), int64 label), augmented by epoch.
+        train: samples (float32 image (C, H, W), int64 label), augmented by epoch; or images of any kind, of which
+            `transforms` makes that.
         test: the same, never augmented.
         classes: the names, by label.
         image_shape: (channels, height, width).
         note: how it was split or what else its user should know.
+        transforms: of the fields of a training batch on the device, as a `PrefetchDataset` takes them.
+        test_transforms: likewise, of a test batch.
     """
 
     name: str
@@ -145,36 +309,8 @@ class ImageData:
     classes: tuple[str, ...]
     image_shape: tuple[int, int, int]
     note: str = ""
-
-
-def fetch(dataset: Dataset, indices: NDArray[np.int64], epoch: int = 0) -> tuple[NDArray[Any], ...]:
-    """Returns the samples of these indices with each field stacked.
-
-    Args:
-        dataset: its own `batch` makes the batch where it has one.
-        indices: int64 (N,), N at least 1.
-        epoch: which epoch's random changes.
-
-    Raises:
-        ValueError: samples with different numbers of fields, or a field whose samples differ in shape.
-    """
-    whole = getattr(dataset, "batch", None)
-    if whole is not None:
-        return tuple(whole(indices, epoch))
-    samples = [dataset[int(index)] for index in indices]
-    count = len(samples[0])
-    for index, sample in zip(indices, samples, strict=True):
-        if len(sample) != count:
-            raise ValueError(f"sample {index} has {len(sample)} fields, sample {indices[0]} has {count}")
-    fields = []
-    for place in range(count):
-        values = [np.asarray(sample[place]) for sample in samples]
-        for index, value in zip(indices, values, strict=True):
-            if value.shape != values[0].shape:
-                message = f"field {place} of sample {index} is {value.shape}, of sample {indices[0]} {values[0].shape}"
-                raise ValueError(f"{message}: a batch needs equal shapes")
-        fields.append(np.stack(values))
-    return tuple(fields)
+    transforms: tuple[Any, ...] = ()
+    test_transforms: tuple[Any, ...] = ()
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -182,44 +318,6 @@ def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     counter = np.array([[epoch & 0xFFFFFFFF, 0, 0, _ORDER_TAG]], np.uint32)
     words = rng.philox4x32(counter, seed_key(seed))[0]
     return np.asarray(rng.permutation(int(words[0]) | int(words[1]) << 32, count), np.int64)
-
-
-def batch_indices(
-    count: int, batch_size: int, *, seed: int | None = None, epoch: int = 0, last: str = "include-last"
-) -> list[NDArray[np.int64]]:
-    """Divides the indices of a data set into batches.
-
-    Args:
-        count: number of samples.
-        batch_size: samples a batch.
-        seed: None keeps the order; a number gives the permutation of (seed, epoch).
-        epoch: counted from 0.
-        last: "include-last" makes a shorter last batch, "skip-last" leaves it out, "divisible-only" refuses it.
-
-    Returns:
-        int64 arrays.
-
-    Raises:
-        ValueError: a batch size below 1, an unknown policy, or a count that does not divide under "divisible-only".
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    if last not in LAST_BATCH_POLICIES:
-        raise ValueError(f"last must be one of {', '.join(LAST_BATCH_POLICIES)}, not {last!r}")
-    if last == "divisible-only" and count % batch_size:
-        raise ValueError(f"batch_size {batch_size} does not divide the {count} samples (last='divisible-only')")
-    order = np.arange(count, dtype=np.int64) if seed is None else epoch_order(count, seed, epoch)
-    stop = count - count % batch_size if last == "skip-last" else count
-    return [order[start : min(start + batch_size, stop)] for start in range(0, stop, batch_size)]
-
-
-def batches(
-    dataset: Dataset, batch_size: int, *, seed: int | None = None, epoch: int = 0, last: str = "include-last"
-) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Iterates over a data set once, in batches of stacked fields; the arguments are those of `batch_indices`."""
-    # Checked now, not at the first batch.
-    parts = batch_indices(len(dataset), batch_size, seed=seed, epoch=epoch, last=last)
-    return (fetch(dataset, part, epoch) for part in parts)
 
 
 def checked_labels(labels: NDArray[Any], classes: int, name: str = "labels") -> NDArray[np.int64]:
@@ -411,11 +509,12 @@ class _Repeated:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        place = _checked_index(index, len(self))
+        place = checked_index(index, len(self))
         return self.images[place % len(self.images)], self.labels[place]
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[NDArray[Any], ...]:  # noqa: ARG002
-        return self.images[indices % len(self.images)], self.labels[indices]
+        places = checked_indices(indices, len(self))
+        return self.images[places % len(self.images)], self.labels[places]
 
 
 def _idx_file(folder: Path, name: str) -> Path:
@@ -426,9 +525,3 @@ def _idx_file(folder: Path, name: str) -> Path:
         f"{folder / name}[.gz] is missing: install Debian's package dataset-fashion-mnist (apt install "
         "dataset-fashion-mnist), or give the folder that holds the four idx files: --data fashion-mnist:FOLDER"
     )
-
-
-def _checked_index(index: int, length: int) -> int:
-    if not -length <= index < length:
-        raise IndexError(f"index {index} is out of range for {length} samples")
-    return index % length

@@ -1,10 +1,9 @@
 """Trains and evaluates a classifier; the host reads the device at display intervals only."""
 
-import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,17 @@ from flcuda import device as devices
 from flcuda import functional, nn
 from flcuda.amp import DynamicScaler
 from flcuda.autograd import Tensor, no_grad
-from flcuda.data import Dataset, batch_indices, fetch
+from flcuda.data import (
+    BatchDataset,
+    Dataset,
+    ImageBatch,
+    PrefetchDataset,
+    Sample,
+    ShuffleDataset,
+    Transform,
+    epoch_order,
+)
+from flcuda.data.prefetch import DeviceTransform, Iteration
 from flcuda.errors import CaptureError, FlcudaError
 from flcuda.finder.plan import callers_level
 from flcuda.optim import Optimizer
@@ -85,20 +94,29 @@ class Trainer:
 
     The order of an epoch's images is a permutation of (seed, epoch). Training batches all have one size: what is left
     over at the end of an epoch waits for another order. The test takes every image, the last partial batch included.
+    Where a data set leaves out what it cannot serve, batches are smaller, and a batch of nothing is no step.
+
+    Batches are loaded ahead by threads and copied to the device while it works on those before; what is random about
+    them does not depend on that. At the end of an epoch or a test, however it ends, no thread and no buffer is left.
+
     On CUDA the training step is captured in a CUDA graph (``flcuda.capture``), so the model's Python code runs in the
     first steps only; a model that cannot be captured is trained without, after a warning.
 
     Args:
         model: takes images (N, C, H, W) and returns logits (N, classes).
         optimizer: of the model's parameters.
-        train: samples (image, label), images float32 (C, H, W), labels integers.
+        train: samples (image, label), labels integers; images float32 (C, H, W), or what the transforms make it of.
         test: likewise; None: nothing is tested.
         batch_size: images a step, at most the number of training images.
         schedule: learning rate of a step, counted from 0 over all epochs; None leaves the optimizer's.
         scaler: of the loss; None: the loss is not scaled.
         label_smoothing: of the training loss, 0 to 1.
-        seed: of the order.
+        seed: of the order, and of the transforms' random numbers.
         report_interval: seconds between two looks at the device.
+        transforms: of the fields of a training batch on the device, see `PrefetchDataset`.
+        test_transforms: likewise, of a test batch.
+        workers: threads that load batches. With 1 the data set is asked for one batch after another; None chooses, and
+            the data set must bear several threads, as those of `flcuda.data` do; 0 loads when a batch is needed.
         capture: False: the training step is never captured, and the model's Python code runs in each.
 
     Attributes:
@@ -123,6 +141,9 @@ class Trainer:
         label_smoothing: float = 0.0,
         seed: int = 0,
         report_interval: float = 0.5,
+        transforms: Sequence[Transform | DeviceTransform | None] = (),
+        test_transforms: Sequence[Transform | DeviceTransform | None] = (),
+        workers: int | None = 1,
         capture: bool = True,
     ) -> None:
         if batch_size < 1:
@@ -144,9 +165,12 @@ class Trainer:
         self.label_smoothing = label_smoothing
         self.seed = seed
         self.report_interval = report_interval
+        self.transforms = tuple(transforms)
+        self.test_transforms = tuple(test_transforms)
+        self.workers = workers
         self.capture = capture
         self._classes: int | None = None
-        self._check: Callable[[int], None] | None = None
+        self._batch: _Batch | None = None
         self._captured: CapturedStep[[Tensor, Any], tuple[Tensor, Any]] | None = None
         self.history: list[EpochResult] = []
         self.step = 0
@@ -179,7 +203,8 @@ class Trainer:
 
         Raises:
             ValueError: a label that is no class; names the sample.
-            FlcudaError: the loss is no longer a finite number, or the scaler skipped too many steps in a row.
+            FlcudaError: the loss is no longer a finite number, no image of an epoch could be served, or the scaler
+                skipped too many steps in a row.
         """
         if epochs < 0:
             raise ValueError(f"epochs must not be negative, not {epochs}")
@@ -199,13 +224,14 @@ class Trainer:
                     if on_epoch is not None:
                         on_epoch(result)
         finally:
+            self._batch = None
             self._release()
         return self.history
 
     def evaluate(self, dataset: Dataset, *, on_report: Callable[[Report], None] | None = None) -> tuple[float, float]:
         """Returns mean loss and accuracy (0 to 1) over every image of a data set, in eval mode.
 
-        The model is left in the mode in which it was.
+        Its batches go through the trainer's `test_transforms`. The model is left in the mode in which it was.
         """
         with self.device.use():
             return self._evaluate(dataset, _Reporter(self, "test", len(dataset), 0, 0, on_report))
@@ -213,23 +239,23 @@ class Trainer:
     def _epoch(self, epoch: int, epochs: int, on_report: Callable[[Report], None] | None) -> EpochResult:
         start = time.perf_counter()
         self.model.train()
-        parts = batch_indices(len(self.train), self.batch_size, seed=self.seed, epoch=epoch, last="skip-last")
-        reporter = _Reporter(self, "train", len(parts) * self.batch_size, epoch + 1, epochs, on_report)
+        steps = self.steps_per_epoch
+        reporter = _Reporter(self, "train", steps * self.batch_size, epoch + 1, epochs, on_report)
         rate = math.nan
-        for place, part in enumerate(parts):
-            if self.schedule is not None:
-                # By the place in the training: an interrupted epoch is repeated whole, at its own rates.
-                rate = self.schedule(epoch * self.steps_per_epoch + place)
-                self.optimizer.lr = rate
-            images, labels = self._load(self.train, part, epoch)
-            # A replay runs no Python: it takes no labels that were not looked at.
-            self._check = functools.partial(_check_labels, labels, part)
-            if self._classes is not None:
-                self._check(self._classes)
-            loss, correct = self._train(Tensor(self._upload(images)), self._upload(labels))
-            self.step += 1
-            reporter.add(loss, correct, len(labels))
-        reporter.report()
+        with _Pass(self, self.train, self.transforms, epoch, shuffle=True) as batches:
+            for batch in batches:
+                if self.schedule is not None:
+                    # By the place in the training: an interrupted epoch is repeated whole, at its own rates.
+                    rate = self.schedule(epoch * steps + batch.step)
+                    self.optimizer.lr = rate
+                self._batch = batch
+                if self._classes is not None:
+                    # A replay runs no Python: it takes no labels that were not looked at.
+                    batch.check_labels(self._classes)
+                loss, correct = self._train(Tensor(batch.images), batch.target)
+                self.step += 1
+                reporter.add(loss, correct, len(batch.labels))
+        reporter.finish()
         if self.scaler is not None:
             # The host has just waited, and an error that is on its way should not come in the next epoch.
             self.scaler.check()
@@ -252,28 +278,16 @@ class Trainer:
         was_training = self.model.training
         self.model.eval()
         try:
-            with no_grad():
-                for part in batch_indices(len(dataset), self.batch_size):
-                    images, labels = self._load(dataset, part, 0)
-                    logits = self.model(Tensor(self._upload(images)))
-                    _check_labels(labels, part, logits.shape[1])
-                    target = self._upload(labels)
-                    loss = functional.cross_entropy(logits, target)
-                    reporter.add(loss, functional.correct_count(logits, target), len(labels))
+            with no_grad(), _Pass(self, dataset, self.test_transforms, 0, shuffle=False) as batches:
+                for batch in batches:
+                    logits = self.model(Tensor(batch.images))
+                    batch.check_labels(logits.shape[1])
+                    loss = functional.cross_entropy(logits, batch.target)
+                    reporter.add(loss, functional.correct_count(logits, batch.target), len(batch.labels))
         finally:
             self.model.train(was_training)
-        reporter.report()
+        reporter.finish()
         return reporter.meter.loss, reporter.meter.accuracy
-
-    def _load(self, dataset: Dataset, indices: NDArray[np.int64], epoch: int) -> tuple[Any, NDArray[np.int64]]:
-        """Returns the images of these samples and their labels, int64 (N,), in host memory."""
-        fields = fetch(dataset, indices, epoch)
-        if len(fields) != 2:
-            raise ValueError(f"a sample must be (image, label), not {len(fields)} fields")
-        images, labels = fields
-        if labels.ndim != 1 or labels.dtype.kind not in "iu":
-            raise ValueError(f"labels must be one integer a sample, not {labels.dtype} {labels.shape[1:]}")
-        return images, labels.astype(np.int64, copy=False)
 
     def _train(self, images: Tensor, target: Any) -> tuple[Tensor, Any]:
         """Does a step, captured where it can be; returns the loss and the number of right answers."""
@@ -295,15 +309,12 @@ class Trainer:
         # The model's first layer copies its input to its own dtype and layout.
         logits = self.model(images)
         self._classes = logits.shape[1]
-        assert self._check is not None
-        self._check(self._classes)
+        assert self._batch is not None
+        self._batch.check_labels(self._classes)
         loss = functional.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
         correct = functional.correct_count(logits, target)
         self._update(loss)
         return loss, correct
-
-    def _upload(self, array: NDArray[Any]) -> Any:
-        return array if self.device.kind == "cpu" else devices.cupy().asarray(array)
 
     def _update(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -314,12 +325,110 @@ class Trainer:
         self.optimizer.step()
 
 
-def _check_labels(labels: NDArray[np.int64], indices: NDArray[np.int64], classes: int) -> None:
-    """Looks on the host, where the labels still are: the device would only answer with a NaN."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(wrong):
-        place = wrong[0]
-        raise ValueError(f"label {labels[place]} of sample {indices[place]} is no class: the model has {classes}")
+@dataclass(frozen=True)
+class _Batch:
+    """A batch on the device, until the next one is asked for.
+
+    Attributes:
+        step: its place in the epoch.
+        images: (N, C, H, W).
+        target: labels, int64 (N,).
+        labels: the same on the host.
+        numbers: which samples of the data set they are; asked for only where one of them is wrong.
+    """
+
+    step: int
+    images: Any
+    target: Any
+    labels: NDArray[np.int64]
+    numbers: Callable[[], NDArray[np.int64]]
+
+    def check_labels(self, classes: int) -> None:
+        """Raises ValueError where a label is no class; the device would only answer with a NaN."""
+        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= classes))
+        if len(wrong):
+            place = wrong[0]
+            number = self.numbers()[place]
+            raise ValueError(f"label {self.labels[place]} of sample {number} is no class: the model has {classes}")
+
+
+class _Pass:
+    """The batches of one epoch, or of one test, loaded ahead; a context, which ends the loading."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        dataset: Dataset,
+        transforms: Sequence[Transform | DeviceTransform | None],
+        epoch: int,
+        *,
+        shuffle: bool,
+    ) -> None:
+        order = ShuffleDataset(dataset, trainer.seed) if shuffle else dataset
+        self._dataset = dataset
+        self._epoch = epoch
+        self._order_seed = trainer.seed if shuffle else None
+        self._batches = _LabelledBatches(order, trainer.batch_size, "skip-last" if shuffle else "include-last")
+        self._loader = PrefetchDataset(
+            self._batches, trainer.device, workers=trainer.workers, transforms=transforms, seed=trainer.seed
+        )
+        self._loader.set_epoch(epoch)
+        self._iteration: Iteration | None = None
+
+    def __enter__(self) -> Iterator[_Batch]:
+        self._iteration = iter(self._loader)
+        return map(self._batch, self._iteration)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        iteration, self._iteration = self._iteration, None
+        if iteration is not None:
+            # Told of the error: an interrupted training does not wait for a data set that is slow.
+            iteration.__exit__(kind, error, traceback)
+
+    def _batch(self, sample: Sample) -> _Batch:
+        labels = self._batches.labels.pop(sample.index)
+        images, target = sample.arrays()
+        if isinstance(images, ImageBatch):
+            raise ValueError(
+                "images of different sizes need a transform that makes them one size, such as data.Augment"
+            )
+        kept = slice(None) if sample.kept is None else sample.kept
+        return _Batch(sample.index, images, target, labels, lambda: self._numbers(sample.index)[kept])
+
+    def _numbers(self, step: int) -> NDArray[np.int64]:
+        indices = self._batches.indices(step, self._epoch)
+        if self._order_seed is None:
+            return indices
+        return epoch_order(len(self._dataset), self._order_seed, self._epoch)[indices]
+
+
+class _LabelledBatches(BatchDataset):
+    """Batches of (images, labels), labels int64 (N,), which are kept on the host as well until they are taken.
+
+    Attributes:
+        labels: by step, those of the batches that were loaded; as many as there are loaded ahead.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, policy: str) -> None:
+        super().__init__(dataset, batch_size, policy)
+        self.labels: dict[int, NDArray[np.int64]] = {}
+
+    def sample_kept(self, index: int, epoch: int) -> tuple[tuple[Any, ...], NDArray[np.int64] | None]:
+        """Returns the images and labels of what is left of a batch, and which of its `indices` that is."""
+        fields, kept = super().sample_kept(index, epoch)
+        if kept is not None and not len(kept):
+            return fields, kept
+        if len(fields) != 2:
+            raise ValueError(f"a sample must be (image, label), not {len(fields)} fields")
+        images, labels = fields
+        if isinstance(labels, ImageBatch):
+            raise ValueError("labels must be one integer a sample, not images")
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError(f"labels must be one integer a sample, not {labels.dtype} {labels.shape[1:]}")
+        on_host = labels.get() if devices.is_cuda(labels) else np.asarray(labels)
+        labels = on_host.astype(np.int64, copy=False)
+        self.labels[index] = labels
+        return (images, labels), kept
 
 
 class _Reporter:
@@ -365,6 +474,13 @@ class _Reporter:
         self._trainer.last_report = report
         if self._on_report is not None:
             self._on_report(report)
+
+    def finish(self) -> None:
+        """Reports what is left to report of a phase that has ended."""
+        self.report()
+        if not self.meter.images:
+            phase = "training" if self._phase == "train" else "test"
+            raise FlcudaError(f"none of the {self._images} images of the {phase} could be served")
 
     def _divergence(self) -> str:
         place = f"epoch {self._epoch}, step {self._trainer.step}"

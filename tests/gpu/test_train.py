@@ -56,6 +56,27 @@ def test_same_losses_as_on_the_cpu() -> None:
     np.testing.assert_allclose(seen[0], seen[1], rtol=1e-8)
 
 
+def test_images_of_many_sizes_train_as_on_the_cpu() -> None:
+    """Loaded ahead, copied in a ring and augmented on the device: the same images, but for rounding."""
+    rng = np.random.default_rng(4)
+    sizes = rng.integers(8, 14, (96, 2))
+    images = [rng.integers(0, 256, (height, width, 1), np.uint8) for height, width in sizes]
+    samples = list(zip(images, rng.integers(0, 4, 96), strict=True))
+    seen = []
+    for place in ("cuda", "cpu"):
+        reports: list[training.Report] = []
+        augment = data.Augment(8, "resize-then-crop", sides=(8, 12), mean=(0.5,), std=(0.25,))
+        trainer = make_trainer("float64", place, report_interval=0.0, batch_size=32, transforms=(augment,), workers=2)
+        # Rounding moves numbers across the kink of a ReLU, where the gradient jumps: larger steps show it in the loss.
+        trainer.optimizer.lr = 1e-4
+        trainer.train = samples
+        trainer.test = None
+        trainer.fit(1, on_report=reports.append)
+        seen.append([report.loss for report in reports])
+    assert len(seen[0]) == 3
+    np.testing.assert_allclose(seen[0], seen[1], rtol=2e-4)
+
+
 def test_the_device_is_read_at_display_intervals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     real = training.Meter.collect

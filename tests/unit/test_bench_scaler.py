@@ -1,16 +1,20 @@
 """The benchmarks of the scaler and of flashlight's change: their arithmetic, and small runs of both on the CPU."""
 
+import collections
 import contextlib
 import importlib.util
 import json
 import math
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import flcuda
 from flcuda import kernel_loader
@@ -675,6 +679,18 @@ def test_rounds_begin_with_another_one_each_time(ablation):
     assert Counter(waits) == Counter({0: 1, 18: 1, **dict.fromkeys(range(2, 18, 2), 2)})
 
 
+def test_rounds_begin_with_steps_that_are_not_timed(ablation):
+    clock = Clock()
+    seen = []
+
+    def step() -> None:
+        seen.append(clock.now)
+        clock.now += 1.0
+
+    assert ablation.wall({"a": step}, lambda: None, count=2, repeats=2, lead=3, clock=clock) == {"a": [1.0, 1.0]}
+    assert len(seen) == 2 * (3 + 2)
+
+
 def test_ratios_are_to_the_first_variant(ablation):
     seconds = {"a": [0.5, 0.25, 0.125], "b": [0.2], "c": [0.125], "r": [0.25]}
     events = {name: Timing(100.0 / n, 1.0, 2.0, 5, 2000.0, queued=name != "a") for n, name in enumerate(seconds, 1)}
@@ -754,6 +770,117 @@ def test_the_ablation_on_the_cpu(ablation, capsys, monkeypatch, as_json):
     assert result["ratio"] == pytest.approx(result["ratio_of_find"] * result["ratio_of_the_check"])
     assert result["original"]["ratio"] == 1.20
     assert result["skipped_steps"] == 0
+
+
+# --- the loaders of the ablation --------------------------------------------------------------------------------------
+
+
+def photos(folder: Path, images: int = 6) -> Path:
+    draws = np.random.default_rng(0)
+    for number in range(images):
+        place = folder / "1" / "train" / f"class{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = draws.integers(0, 256, (20 + number, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg", quality=60)
+    return folder
+
+
+def loading(ablation, folder: Path, **options):
+    model = ablation.network("tiny", precision="float32", device=CPU)
+    training = ablation.Training(model, *ablation.synthetic(4, 8, 10, CPU))
+    files, labels = ablation.photographs.listed(photos(folder), 1)
+    return ablation.Loading(training, files, labels, CPU, batch=4, size=8, workers=2, depth=2, **options)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_all_loaders_give_the_same_batches(ablation, monkeypatch, tmp_path, on_host):
+    taken: dict[str, list] = {}
+    for name in ("d0", "dp", "d1", "d2"):
+        with loading(ablation, tmp_path, on_host=on_host) as made:
+            batches = taken[name] = []
+            monkeypatch.setattr(
+                made.training,
+                "device_check_on",
+                lambda images, labels, batches=batches: batches.append((images.copy(), labels.copy())),
+            )
+            for _ in range(5):
+                made.steps()[name]()
+    for name in ("dp", "d1", "d2"):
+        for (images, labels), (expected_images, expected_labels) in zip(taken[name], taken["d0"], strict=True):
+            np.testing.assert_array_equal(images, expected_images, err_msg=name)
+            np.testing.assert_array_equal(labels, expected_labels, err_msg=name)
+    assert not np.array_equal(taken["d0"][0][0], taken["d0"][1][0])
+    assert {tuple(labels) for _, labels in taken["d0"]} != {(0, 0, 0, 0)}
+
+
+def test_a_loader_that_fails_says_so_and_ends(ablation, monkeypatch, tmp_path):
+    made = loading(ablation, tmp_path)
+    made.batches.dataset.dataset.files[0].write_bytes(b"no image")
+    with made:
+        for variant in ("d0", "dp", "d1", "d2"):
+            step = made.steps()[variant]
+            with pytest.raises(ValueError, match="not a JPEG"):
+                collections.deque((step() for _ in range(20)), maxlen=0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("loader", "flcuda prefetch"))]
+
+
+def test_what_is_loaded_ahead_comes_in_order_and_is_bounded(ablation):
+    started = []
+
+    def load(step: int) -> int:
+        started.append(step)
+        time.sleep(0.001 * (step % 3))
+        return step
+
+    ahead = ablation.Ahead(load, workers=3, ahead=5)
+    try:
+        time.sleep(0.05)
+        assert sorted(started) == [0, 1, 2, 3, 4]
+        assert [ahead.take() for _ in range(20)] == list(range(20))
+    finally:
+        ahead.close()
+    assert max(started) < 25
+
+
+def test_ratios_of_the_loaders_are_those_of_the_turns(ablation):
+    seconds = {"c": [1.0, 2.0, 4.0], "d0": [2.0, 4.0, 8.0], "d2": [1.25, 2.5, 16.0]}
+    rows = {r["variant"]: r for r in ablation.loader_rows(8, seconds)}
+    assert rows["d0"]["images_per_s"] == 2
+    assert rows["d2"]["ratio_to_d0"] == 1.6
+    assert rows["d2"]["ratio_to_c"] == 0.8
+    assert rows["d2"]["range"] == [0.5, 6.4]
+    assert "1.10" in ablation.loader_line(rows["d2"])
+    assert "1.10" not in ablation.loader_line(rows["c"])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_loaders_of_the_ablation_on_the_cpu(ablation, capsys, monkeypatch, tmp_path, as_json):
+    monkeypatch.setenv("FLCUDA_CHOICES", "")  # it sets it; put back afterwards
+    words = [*TINY, "--batch", "2", "--size", "8", "--steps", "1", "--repeats", "5", "--workers", "2", "--kib", "1"]
+    words += ["--photos", str(photos(tmp_path)), "--only", "loaders", "--decoder", "pillow"]
+    ablation.main([*words, *(["--json"] if as_json else [])])
+    text = capsys.readouterr().out
+    if not as_json:
+        assert "6 photographs of 1 KiB" in text
+        assert "1371 to 1507, 1.10" in text
+        assert "heuristic" not in text
+        assert "NOT VALID" not in text
+        return
+    result = json.loads(text)
+    assert "rows" not in result
+    found = result["loaders"]
+    assert [r["variant"] for r in found["rows"]] == ["c", "d0", "dp", "d1", "d2"]
+    assert all(len(r["step_ms_samples"]) == 5 for r in found["rows"])
+    assert found["rows"][1]["ratio_to_d0"] == found["rows"][0]["ratio_to_c"] == 1
+    assert found["ratio"] == found["rows"][4]["ratio_to_d0"]
+    assert found["original"]["ratio"] == 1.10
+    assert result["skipped_steps"] == 0
+
+
+def test_the_loaders_alone_need_photographs(ablation, capsys):
+    with pytest.raises(SystemExit):
+        ablation.main(["--only", "loaders"])
+    assert "--only loaders needs --photos" in capsys.readouterr().err
 
 
 def test_less_than_five_repeats_are_refused(ablation, capsys):

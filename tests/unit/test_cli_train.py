@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,22 @@ def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(command("--data", f"folder:{path}")) == 0
     text = capsys.readouterr().out
     assert f"folder:{path}: 8 training and 2 test images of 3x10x10, 2 classes; no train and val folders" in text
+    assert "is the test; decoded by Pillow " in text
     assert "\n1 epoch, batch size 4" in text
+
+
+def test_a_folder_of_photographs_with_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path)
+    whole = tmp_path / "dark" / "3.png"
+    # The header is whole, so that it is found in the training only.
+    for name in ("dark", "light"):
+        for path in (tmp_path / name).iterdir():
+            path.write_bytes(whole.read_bytes()[:-30])
+    assert cli.main(command("--data", f"folder:{tmp_path}")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("flcuda: error: ")
+    assert ".png" in error
+    assert [thread.name for thread in threading.enumerate() if "prefetch" in thread.name] == []
 
 
 def test_a_single_epoch_has_a_fall_too(

@@ -11,6 +11,8 @@ EXAMPLES = [
     errors.CudnnError("cudnnCreate", 1001, "no GPU", "CUDNN_STATUS_NOT_INITIALIZED"),
     errors.cudnn_error("cudnnFindConvolutionForwardAlgorithmEx", 3007, "engine"),
     errors.KernelCompileError("kernels/finite.cu", "line 3: error"),
+    errors.DecodeError("cat/1.jpg", "is empty"),
+    errors.DecodeError("cat/2.jpg", "cannot be read: Permission denied", unread=True),
 ]
 
 

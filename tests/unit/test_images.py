@@ -1,122 +1,74 @@
-"""Decoding as a person expects, and folders of images."""
+"""Batches of images of different sizes, and folders of images."""
 
-import io
-import struct
-import zlib
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_nvimgcodec import FakeCupy, FakeDevice, FakeNvimgcodec
 from PIL import Image
 
 from flcuda import data
-from flcuda.data import images as images_module
+from flcuda.data import DecodeError, Decoder, ImageBatch
+from flcuda.data import folder as folder_module
+from flcuda.data import nvimgcodec as nvimgcodec_module
+from flcuda.device import CPU
+
+decode_module = sys.modules["flcuda.data.decode"]
 
 
-def smooth(height: int, width: int, channels: int = 3) -> np.ndarray:
-    """A gradient that JPEG keeps well."""
-    rows = np.linspace(20, 230, height)[:, None, None]
-    columns = np.linspace(0, 25, width)[None, :, None]
-    return np.clip(rows + columns * np.arange(1, channels + 1) / channels, 0, 255).astype(np.uint8)
+class TestImageBatch:
+    def test_holds_images_of_any_size(self, rng: np.random.Generator) -> None:
+        shapes = [(1, 1, 3), (5, 7, 3), (16, 1, 3), (33, 2, 3), (4, 4, 3)]
+        images = [rng.integers(0, 256, shape, np.uint8) for shape in shapes]
+        # Rows of a larger image: not contiguous.
+        images[1] = np.repeat(images[1], 2, axis=1)[:, ::2]
+        batch = ImageBatch.of(images)
+        assert len(batch) == 5
+        assert (batch.pixels.dtype, batch.offsets.dtype, batch.sizes.dtype) == (np.uint8, np.int64, np.int32)
+        assert not (batch.offsets % 16).any()
+        assert len(batch.pixels) % 16 == 0
+        for index, image in enumerate(images):
+            np.testing.assert_array_equal(batch.image(index), image)
+            np.testing.assert_array_equal(batch.image(index - 5), image)
+            np.testing.assert_array_equal(batch.images()[index], image)
+            assert np.shares_memory(batch.image(index), batch.pixels)
+        # What is between images is zero.
+        assert int(batch.pixels.sum(dtype=np.int64)) == sum(int(image.sum(dtype=np.int64)) for image in images)
+        assert batch.nbytes == len(batch.pixels) + 5 * 8 + 5 * 8
+        with pytest.raises(IndexError, match="image 5 is out of range for 5 images"):
+            batch.image(5)
 
+    @pytest.mark.parametrize(
+        ("images", "error", "message"),
+        [
+            ([], ValueError, "images must be at least one"),
+            ([np.zeros((2, 2), np.uint8)], ValueError, r"images\[0\] must be \(height, width, channels\)"),
+            ([np.zeros((2, 0, 3), np.uint8)], ValueError, r"images\[0\] must be .* not empty"),
+            ([np.zeros((2, 2, 3), np.int8)], TypeError, r"images\[0\] must be uint8, not int8"),
+            ([np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2, 1), np.uint8)], ValueError, r"images\[1\] has 1 channels"),
+            ([[1]], TypeError, "expected NumPy or CuPy arrays, got list"),
+        ],
+    )
+    def test_bad_images(self, images: list, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            ImageBatch.of(images)
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def png16(values: np.ndarray) -> bytes:
-    """A 16-bit grey PNG, chunk by chunk."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    height, width = values.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-class TestDecode:
-    def test_rgb_png_is_exact(self, rng: np.random.Generator) -> None:
-        pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
-        np.testing.assert_array_equal(data.decode(encoded(Image.fromarray(pixels), "PNG")), pixels)
-
-    @pytest.mark.parametrize("progressive", [False, True])
-    def test_jpeg(self, progressive: bool) -> None:
-        pixels = smooth(33, 21)
-        content = encoded(Image.fromarray(pixels), "JPEG", quality=95, subsampling=0, progressive=progressive)
-        assert np.abs(data.decode(content).astype(int) - pixels).max() <= 6
-
-    def test_grey(self, rng: np.random.Generator) -> None:
-        pixels = rng.integers(0, 256, (4, 6), np.uint8)
-        content = encoded(Image.fromarray(pixels), "PNG")
-        np.testing.assert_array_equal(data.decode(content), np.repeat(pixels[:, :, None], 3, axis=2))
-        np.testing.assert_array_equal(data.decode(content, channels=1), pixels[:, :, None])
-
-    def test_sixteen_bits_keep_the_high_byte(self, rng: np.random.Generator) -> None:
-        values = rng.integers(0, 1 << 16, (4, 6), np.uint16)
-        np.testing.assert_array_equal(data.decode(png16(values), 1)[:, :, 0], values >> 8)
-
-    def test_one_bit(self, rng: np.random.Generator) -> None:
-        bits = rng.integers(0, 2, (5, 9)).astype(bool)
-        np.testing.assert_array_equal(data.decode(encoded(Image.fromarray(bits), "PNG"), 1)[:, :, 0], bits * 255)
-
-    def test_cmyk_jpeg_looks_like_its_rgb(self) -> None:
-        pixels = smooth(32, 32)
-        content = encoded(Image.fromarray(pixels).convert("CMYK"), "JPEG", quality=95)
-        assert np.abs(data.decode(content).astype(int) - pixels).max() <= 10
-
-    def test_palette(self, rng: np.random.Generator) -> None:
-        palette = rng.integers(0, 256, (4, 3), np.uint8)
-        indices = rng.integers(0, 4, (6, 5), np.uint8)
-        image = Image.fromarray(indices)
-        image.putpalette(palette.tobytes())
-        assert image.mode == "P"
-        np.testing.assert_array_equal(data.decode(encoded(image, "PNG")), palette[indices])
-
-    def test_transparency_lies_on_white(self) -> None:
-        pixels = np.zeros((2, 2, 4), np.uint8)
-        pixels[0, 0] = (10, 20, 30, 255)
-        result = data.decode(encoded(Image.fromarray(pixels), "PNG"))
-        np.testing.assert_array_equal(result[0, 0], (10, 20, 30))
-        np.testing.assert_array_equal(result[1], np.full((2, 3), 255))
-
-    def test_transparent_palette(self) -> None:
-        image = Image.fromarray(np.array([[0, 1]], np.uint8))
-        image.putpalette([9, 8, 7, 1, 2, 3])
-        result = data.decode(encoded(image, "PNG", transparency=0))
-        np.testing.assert_array_equal(result, [[[255, 255, 255], [1, 2, 3]]])
-
-    @pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (6, 3), (3, 2), (8, 1)])
-    def test_exif_orientation(self, rng: np.random.Generator, orientation: int, turns: int) -> None:
-        pixels = rng.integers(0, 256, (4, 6, 3), np.uint8)
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        content = encoded(Image.fromarray(pixels), "PNG", exif=exif)
-        np.testing.assert_array_equal(data.decode(content), np.rot90(pixels, turns))
-
-    def test_broken_files_are_named(self, tmp_path: Path) -> None:
-        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-        jpeg, png = (encoded(Image.fromarray(noise), kind) for kind in ("JPEG", "PNG"))
-        cases = {
-            "empty.jpg": (b"", "is empty"),
-            "text.jpg": (b"not an image at all", "cannot be decoded: not a JPEG or PNG image"),
-            "gif.png": (encoded(Image.fromarray(noise), "GIF"), "cannot be decoded: not a JPEG or PNG image"),
-            "cut.jpg": (jpeg[: len(jpeg) // 2], "cannot be decoded: "),
-            "cut.png": (png[: len(png) // 2], "cannot be decoded: "),
-            "head.png": (png[:20], "cannot be decoded: "),
-        }
-        for name, (content, message) in cases.items():
-            path = tmp_path / name
-            path.write_bytes(content)
-            with pytest.raises(ValueError, match=f"{path} {message}"):
-                data.decode(path)
-        with pytest.raises(FileNotFoundError):
-            data.decode(tmp_path / "none.jpg")
-        with pytest.raises(ValueError, match="channels must be 1 or 3, not 4"):
-            data.decode(png, channels=4)
+    def test_bad_places(self) -> None:
+        pixels, offsets, sizes = np.zeros(64, np.uint8), np.array([0, 16]), np.array([[2, 2], [4, 4]], np.int32)
+        ImageBatch(pixels, offsets, sizes, 3)
+        for wrong in ([0, 32], [8, 16], [-16, 16]):
+            with pytest.raises(ValueError, match="must have pixels, begin at a multiple of 16 and end within"):
+                ImageBatch(pixels, np.array(wrong), sizes, 3)
+        with pytest.raises(ValueError, match="image 1 of 0x4x3 at byte 16"):
+            ImageBatch(pixels, offsets, np.array([[2, 2], [0, 4]], np.int32), 3)
+        with pytest.raises(TypeError, match="sizes must be int32, not int64"):
+            ImageBatch(pixels, offsets, sizes.astype(np.int64), 3)
+        with pytest.raises(ValueError, match=r"sizes must be \(2, 2\)"):
+            ImageBatch(pixels, offsets, sizes[:1], 3)
+        with pytest.raises(ValueError, match="channels must be at least 1"):
+            ImageBatch(pixels, offsets, sizes, 0)
 
 
 def make_folder(root: Path, counts: dict[str, int], size: tuple[int, int] = (20, 16), mode: str = "RGB") -> None:
@@ -130,26 +82,50 @@ def make_folder(root: Path, counts: dict[str, int], size: tuple[int, int] = (20,
             Image.fromarray(pixels).save(root / name / f"{number:03}{kind}")
 
 
+def served(
+    split: data.ImageData, *, train: bool = True, epoch: int = 0, seed: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """All images of one part as the training sees them, and their labels."""
+    files, transforms = (split.train, split.transforms) if train else (split.test, split.test_transforms)
+    loader = data.PrefetchDataset(data.BatchDataset(files, len(files)), "cpu", transforms=transforms, seed=seed)
+    loader.set_epoch(epoch)
+    for images, labels in loader:
+        return np.array(images), np.array(labels)
+    raise AssertionError("an epoch has a batch")
+
+
+def cropped(image: Image.Image, side: int, across: float, down: float, is_random: bool) -> np.ndarray:
+    """A window of 224x224 of the image resized to a shorter side, by Pillow."""
+    scale = side / min(image.size)
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    if is_random:
+        left, top = int(across * (width - 224 + 1)), int(down * (height - 224 + 1))
+    else:
+        left, top = (width - 224) // 2, (height - 224) // 2
+    x, y = image.width / width, image.height / height
+    box = (left * x, top * y, (left + 224) * x, (top + 224) * y)
+    return np.asarray(image.resize((224, 224), Image.Resampling.BILINEAR, box=box))
+
+
 class TestImageFolder:
     def test_split_is_stated_and_deterministic(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"cat": 10, "ant": 7, "bee": 2})
         (tmp_path / ".hidden").mkdir()
         (tmp_path / "ant" / "notes.txt").write_text("not an image")
-        first, second = data.image_folder(tmp_path), data.image_folder(tmp_path, seed=8)
+        first, second = data.image_folder(tmp_path), data.image_folder(tmp_path)
         assert first.classes == ("ant", "bee", "cat")
         assert (len(first.train), len(first.test)) == (15, 4)
         assert "a fifth" in first.note
         assert first.image_shape == (3, 17, 17)
-        files = [set(split.dataset.files) for split in (first.train, first.test, second.train, second.test)]
+        files = [set(split.files) for split in (first.train, first.test, second.train, second.test)]
         assert files[:2] == files[2:]
         assert not files[0] & files[1]
-        images, labels = data.fetch(first.test, np.arange(4))
-        assert images.shape == (4, 3, 17, 17)
+        raw, labels = first.test.batch(np.arange(4), 0)
+        assert served(first, train=False)[0].shape == (4, 3, 17, 17)
         assert list(labels) == [0, 1, 2, 2]
         # The classes differ in brightness by construction: cat, ant, bee.
-        raw, _ = first.test.dataset.batch(np.arange(4), 0)
-        assert list(raw.mean((1, 2, 3)) // 60) == [1, 2, 0, 0]
-        for index, file in enumerate(first.train.dataset.files):
+        assert [int(image.mean() // 60) for image in raw.images()] == [1, 2, 0, 0]
+        for index, file in enumerate(first.train.files):
             assert file.parent.name == first.classes[first.train[index][1]]
 
     def test_train_and_val(self, tmp_path: Path) -> None:
@@ -157,7 +133,7 @@ class TestImageFolder:
         make_folder(tmp_path / "val", {"c": 2, "a": 1})
         split = data.image_folder(tmp_path)
         assert (len(split.train), len(split.test)) == (8, 3)
-        assert list(data.fetch(split.test, np.arange(3))[1]) == [0, 2, 2]
+        assert split.test.labels.tolist() == [0, 2, 2]
         (tmp_path / "val" / "d").mkdir()
         with pytest.raises(ValueError, match=r"val/d: no such class in .*train"):
             data.image_folder(tmp_path)
@@ -192,54 +168,53 @@ class TestImageFolder:
 
     def test_training_crops_by_seed_epoch_and_index(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 6, "b": 6}, size=(40, 30))
-        split = data.image_folder(tmp_path, seed=3)
-        everything = np.arange(len(split.train))
-        first = data.fetch(split.train, everything, 0)[0]
-        np.testing.assert_array_equal(data.fetch(split.train, everything, 0)[0], first)
-        np.testing.assert_array_equal(data.fetch(split.train, everything[[4, 1]], 0)[0], first[[4, 1]])
-        assert (data.fetch(split.train, everything, 1)[0] != first).any()
-        tests = np.arange(len(split.test))
-        np.testing.assert_array_equal(data.fetch(split.test, tests, 0)[0], data.fetch(split.test, tests, 1)[0])
+        split = data.image_folder(tmp_path)
+        first = served(split)[0]
+        assert split.transforms[0].shorter_sides == (31, 35)
+        np.testing.assert_array_equal(served(split)[0], first)
+        assert (served(split, epoch=1)[0] != first).any()
+        assert (served(split, seed=4)[0] != first).any()
+        np.testing.assert_array_equal(served(split, train=False)[0], served(split, train=False, epoch=1)[0])
 
-    def test_centre_crop(self, tmp_path: Path) -> None:
-        pixels = np.zeros((10, 16, 3), np.uint8)
-        pixels[:, 3:13] = np.random.default_rng(0).integers(1, 256, (10, 10, 3))
-        path = tmp_path / "x.png"
-        Image.fromarray(pixels).save(path)
-        dataset = images_module.ImageFolder([path], np.array([4]), size=10, sides=(10, 10), train=False)
-        images, labels = dataset.batch(np.array([0]), 0)
-        np.testing.assert_array_equal(images[0], pixels[:, 3:13].transpose(2, 0, 1))
-        assert labels == [4]
-        with pytest.raises(IndexError, match="1 is out of range"):
-            dataset[1]
-
-    @pytest.mark.parametrize("shape", [(300, 400), (400, 301), (256, 999), (7, 500), (1, 1), (129, 64), (641, 479)])
-    def test_the_window_is_that_of_the_resized_image(self, tmp_path: Path, shape: tuple[int, int]) -> None:
-        pixels = np.random.default_rng(1).integers(0, 256, (*shape, 3), np.uint8)
-        image = Image.fromarray(pixels)
-        image.save(tmp_path / "x.png")
-        dataset = images_module.ImageFolder([tmp_path / "x.png"], np.array([0]), size=40, sides=(50, 50), train=False)
-        height, width = (max(50, round(length * 50 / min(shape))) for length in shape)
-        whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-        top, left = (height - 40) // 2, (width - 40) // 2
-        expected = whole[top : top + 40, left : left + 40].transpose(2, 0, 1).astype(int)
-        assert abs(dataset[0][0] - expected).max() <= 1
-        random = images_module.ImageFolder([tmp_path / "x.png"] * 50, np.zeros(50), size=40, sides=(40, 60), train=True)
-        assert random.batch(np.arange(50), 1)[0].shape == (50, 3, 40, 40)
+    @pytest.mark.parametrize("train", [True, False])
+    def test_images_are_those_that_pillow_crops_one_by_one(self, tmp_path: Path, train: bool) -> None:
+        rng = np.random.default_rng(0)
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            for number in range(6):
+                pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
+                image = Image.fromarray(pixels).resize((130 + 9 * number, 110), Image.Resampling.BICUBIC)
+                image.save(tmp_path / name / f"{number}.png")
+        split = data.image_folder(tmp_path)
+        assert split.image_shape == (3, 224, 224)
+        assert split.note.endswith(f"decoded by {split.train.decoder.description}")
+        assert split.train.decoder.description.startswith("Pillow ")
+        images, labels = served(split, train=train, epoch=2)
+        files = split.train if train else split.test
+        np.testing.assert_array_equal(labels, files.labels)
+        draws = data.Draws(3, 2, np.arange(len(files))).uniform()
+        for place, file in enumerate(files.files):
+            side, across, down, mirror = draws[place] if train else (0.0, 0.5, 0.5, 1.0)
+            expected = cropped(Image.open(file), 256 + int(side * 225) if train else 256, across, down, train)
+            expected = expected[:, ::-1] if mirror < 0.5 else expected
+            expected = (expected / 255 - folder_module.PHOTOGRAPH_MEAN) / folder_module.PHOTOGRAPH_STD
+            # Pillow rounds to eight bits, the kernel does not.
+            np.testing.assert_allclose(images[place].transpose(1, 2, 0), expected, rtol=0, atol=1.1 / 255 / 0.224)
 
     def test_a_long_thin_image_needs_little_memory(self, tmp_path: Path) -> None:
-        Image.new("RGB", (30_000, 1)).save(tmp_path / "thin.png")
-        dataset = images_module.ImageFolder(
-            [tmp_path / "thin.png"], np.array([0]), size=224, sides=(480, 480), train=False
-        )
-        # Resized whole it would have 6.9 Gpixel: 20 GB.
-        assert dataset[0][0].shape == (3, 224, 224)
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            for number in range(2):
+                Image.new("RGB", (30_000, 1) if number else (300, 300)).save(tmp_path / name / f"{number}.png")
+        # Resized whole it would have 1.7 Gpixel or more: 5 GB.
+        assert served(data.image_folder(tmp_path))[0].shape == (2, 3, 224, 224)
 
     def test_photographs_are_served_at_224(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 2, "b": 2}, size=(150, 120))
         split = data.image_folder(tmp_path)
         assert split.image_shape == (3, 224, 224)
-        assert split.train[0][0].shape == split.test[0][0].shape == (3, 224, 224)
+        assert split.transforms[0].shorter_sides == (256, 480)
+        assert served(split)[0].shape == served(split, train=False)[0].shape == (2, 3, 224, 224)
 
     def test_grey_stays_grey(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 3, "b": 3}, mode="L")
@@ -247,7 +222,34 @@ class TestImageFolder:
         Image.new("RGB", (16, 16)).save(tmp_path / "a" / "colour.png")
         split = data.image_folder(tmp_path)
         assert split.image_shape[0] == 3
-        assert data.fetch(split.train, np.arange(len(split.train)))[0].shape[1] == 3
+        assert served(split)[0].shape[1] == 3
+
+    def test_nvimgcodec_decodes_where_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_folder(tmp_path, {"a": 3, "b": 3})
+        played = FakeCupy()
+        module = FakeNvimgcodec(played)
+        package = types.ModuleType("nvidia")
+        package.nvimgcodec = module
+        monkeypatch.setattr(decode_module, "resolve", lambda name: CPU if name in ("cpu", CPU) else FakeDevice(played))
+        monkeypatch.setattr(nvimgcodec_module, "cupy", lambda: played)
+        monkeypatch.setattr(nvimgcodec_module, "gather_images", played.gather_images)
+        monkeypatch.setitem(sys.modules, "nvidia", package)
+        monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", module)
+        split = data.image_folder(tmp_path, "cuda")
+        assert "decoded by nvImageCodec 0.9.0 (JPEG engine, GPU and CPU, CPU), Pillow" in split.note
+        assert split.train.decoder is split.test.decoder
+        assert split.train.decoder.device.kind == "cuda"
+        indices = np.arange(len(split.train))
+        for found, expected in zip(
+            split.train.batch(indices, 0)[0].images(),
+            data.image_folder(tmp_path).train.batch(indices, 0)[0].images(),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+        monkeypatch.setitem(sys.modules, "nvidia", None)
+        split = data.image_folder(tmp_path, "cuda")
+        assert "decoded by Pillow" in split.note
+        assert split.train.decoder.device == CPU
 
     def test_bad_folders(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no such folder"):
@@ -258,7 +260,7 @@ class TestImageFolder:
         with pytest.raises(ValueError, match="0 sub-folders"):
             data.image_folder(tmp_path)
         make_folder(tmp_path, {"a": 2, "b": 0})
-        with pytest.raises(ValueError, match="b: no JPEG or PNG files"):
+        with pytest.raises(ValueError, match="b: no image files"):
             data.image_folder(tmp_path)
         Image.new("RGB", (9, 9)).save(tmp_path / "b" / "1.png")
         with pytest.raises(ValueError, match="b: one image cannot be divided"):
@@ -272,3 +274,125 @@ class TestImageFolder:
         (tmp_path / "b" / "broken.png").write_bytes(b"nonsense")
         with pytest.raises(ValueError, match=r"b/broken.png cannot be decoded"):
             data.image_folder(tmp_path)
+
+
+class TestImageFiles:
+    def test_serves_whole_images(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 6, "b": 5})
+        tree = data.image_files(tmp_path)
+        assert (len(tree.train), len(tree.test), tree.classes, tree.side) == (9, 2, ("a", "b"), 17)
+        indices = np.array([7, 0, 3])
+        images, labels = tree.train.batch(indices, 0)
+        np.testing.assert_array_equal(labels, tree.train.labels[indices])
+        assert len({tuple(size) for size in images.sizes.tolist()}) > 1
+        for place, index in enumerate(indices.tolist()):
+            expected = data.decode(tree.train.files[index])
+            np.testing.assert_array_equal(images.image(place), expected)
+            image, label = tree.train[index]
+            np.testing.assert_array_equal(image, expected)
+            assert label == labels[place]
+        with pytest.raises(IndexError, match="9 is out of range for 9 samples"):
+            tree.train[9]
+        with pytest.raises(ValueError, match="one length, not 2 and 1"):
+            data.ImageFiles([tmp_path, tmp_path], np.array([0]))
+
+    def test_grey_files_have_one_channel(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 3, "b": 3}, mode="L")
+        assert data.image_files(tmp_path).train.batch(np.arange(4), 0)[0].channels == 1
+
+    def test_broken_files_are_errors_or_left_out(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 8})
+        files = sorted((tmp_path / "a").iterdir())
+        files[2].write_bytes(b"")
+        files[5].write_bytes(files[5].read_bytes()[:100])
+        files[6].unlink()
+        labels = np.arange(8)
+        with pytest.raises(DecodeError, match="is empty"):
+            data.ImageFiles(files, labels).batch(np.arange(8), 0)
+        decoder = Decoder(on_error="skip")
+        images, kept = data.ImageFiles(files, labels, decoder).batch(np.arange(8), 0)
+        assert len(images) == 5
+        np.testing.assert_array_equal(kept, [0, 1, 3, 4, 7])
+        assert decoder.skipped == 3
+        assert [error.name for error in decoder.last_errors] == [str(files[place]) for place in (2, 5, 6)]
+        dataset = data.ImageFiles(files, labels, decoder)
+        with pytest.raises(DecodeError, match=f"{files[2].name} is empty"):
+            dataset.batch(np.array([2, 5]), 0)
+
+    def test_says_what_is_left_of_a_batch(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 8})
+        files = sorted((tmp_path / "a").iterdir())
+        files[2].write_bytes(b"")
+        files[5].write_bytes(b"text")
+        dataset = data.ImageFiles(files, np.arange(8), Decoder(on_error="skip"))
+        (images, labels), kept = dataset.batch_kept(np.array([5, 7, 2, 1, -8]), 0)
+        np.testing.assert_array_equal(kept, [1, 3, 4])
+        np.testing.assert_array_equal(labels, [7, 1, 0])
+        np.testing.assert_array_equal(images.image(2), data.decode(files[0]))
+        fields, kept = dataset.batch_kept(np.array([5, 2]), 0)
+        assert (fields, len(kept)) == ((), 0)
+        with pytest.raises(ValueError, match="indices must be at least one"):
+            dataset.batch(np.array([], np.int64), 0)
+        with pytest.raises(IndexError, match="index 8 is out of range for 8 samples"):
+            dataset.batch(np.array([8]), 0)
+
+    def test_a_broken_header_does_not_stop_who_skips(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"a": 5, "b": 5})
+        (tmp_path / "a" / "0.png").write_bytes(b"")
+        (tmp_path / "b" / "broken.png").write_bytes(b"text")
+        with pytest.raises(DecodeError, match=r"a/0\.png is empty|broken\.png cannot be decoded"):
+            data.image_files(tmp_path, Decoder())
+        tree = data.image_files(tmp_path, Decoder(on_error="skip"))
+        assert len(tree.train) + len(tree.test) == len(list(tmp_path.glob("*/*")))
+        assert tree.side == 17
+        for file in tmp_path.glob("*/*"):
+            file.write_bytes(b"")
+        with pytest.raises(DecodeError, match="is empty"):
+            data.image_files(tmp_path, Decoder(on_error="skip"))
+
+
+class TestLabelsFile:
+    def test_lines_number_the_classes(self, tmp_path: Path) -> None:
+        make_folder(tmp_path / "train", {"n02": 3, "n01": 4, "n07": 2})
+        make_folder(tmp_path / "val", {"n07": 2, "n01": 1})
+        lines = "n07,sea snail\nn03,ray\n\nn01,tench, Tinca tinca\nn02,cock\n"
+        (tmp_path / "labels.txt").write_text(lines)
+        tree = data.image_files(tmp_path)
+        assert tree.classes == ("sea snail", "ray", "tench, Tinca tinca", "cock")
+        for part in (tree.train, tree.test):
+            expected = [{"n07": 0, "n03": 1, "n01": 2, "n02": 3}[file.parent.name] for file in part.files]
+            np.testing.assert_array_equal(part.labels, expected)
+
+    def test_divides_a_flat_folder_by_class(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,why\nx,ex\n")
+        tree = data.image_files(tmp_path)
+        np.testing.assert_array_equal(sorted(tree.test.labels), [0, 1])
+        assert data.image_folder(tmp_path).classes == ("why", "ex")
+
+    def test_a_mark_of_the_encoding_is_no_part_of_a_name(self, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,why\nx,ex\n", encoding="utf-8-sig")
+        assert data.image_files(tmp_path).classes == ("why", "ex")
+
+    @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+    def test_other_encodings_are_refused(self, encoding: str, tmp_path: Path) -> None:
+        make_folder(tmp_path, {"x": 5, "y": 5})
+        (tmp_path / "labels.txt").write_text("y,wäh\nx,ex\n", encoding=encoding)
+        with pytest.raises(ValueError, match=r"labels\.txt must be UTF-8: "):
+            data.image_files(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "labels.txt is empty"),
+            ("x,one\ny two\n", "labels.txt, line 2: 'y two' must be FOLDER,NAME"),
+            ("x,one\nx,two\n", "labels.txt, line 2: x is listed twice"),
+            ("x,one\nz,two\n", "y: labels.txt does not list it"),
+        ],
+    )
+    def test_bad_lines(self, tmp_path: Path, text: str, message: str) -> None:
+        make_folder(tmp_path, {"x": 2, "y": 2})
+        (tmp_path / "labels.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            data.image_files(tmp_path)

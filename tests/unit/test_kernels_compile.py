@@ -26,11 +26,13 @@ NAMES = sorted(path.stem for path in kernel_loader.kernel_dir().glob("*.cu"))
 
 def test_all_files_are_here() -> None:
     assert NAMES == [
+        "augment",
         "batch_norm",
         "bias",
         "depthwise",
         "elementwise",
         "finite",
+        "images",
         "loss",
         "optimizer",
         "pooling",
@@ -99,7 +101,7 @@ def test_a_header_edit_changes_the_source(tmp_path: Path) -> None:
 
 
 def test_an_unknown_file_is_named() -> None:
-    with pytest.raises(ValueError, match="no kernel file 'nothing'; there are batch_norm, bias"):
+    with pytest.raises(ValueError, match="no kernel file 'nothing'; there are augment, batch_norm, bias"):
         kernel_loader.source("nothing")
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 import itertools
 import math
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flcuda import amp, autograd, data, nn, optim, training
+from flcuda import amp, autograd, data, functional, nn, optim, training
 from flcuda.errors import FlcudaError
 from flcuda.training import Meter, Report, Trainer, WarmupCosine
 
@@ -269,6 +272,181 @@ class TestTraining:
             trainer.fit(3, on_report=interrupt)
         assert len(trainer.history) == 1
         assert dataclasses.asdict(trainer.last_report)["done"] == 32  # type: ignore[arg-type]
+
+
+def shades(seed: int = 5) -> data.ImageData:
+    """Images of eight bits with a bright row a class, padded, cropped and mirrored at random."""
+    rng = np.random.default_rng(seed)
+
+    def images(count: int) -> tuple[np.ndarray, np.ndarray]:
+        labels = rng.integers(0, 3, count)
+        pixels = rng.integers(0, 120, (count, 1, 4, 4), np.uint8)
+        pixels[np.arange(count), 0, labels] += 100
+        return pixels, labels
+
+    augment = (data.PadCrop(1), data.Flip())
+    return data.image_data("shades", images(83), images(37), tuple("abc"), augment=augment, seed=9)
+
+
+class Photographs:
+    """Images of many sizes; those of `broken` are left out, where the loader can do without them."""
+
+    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
+        rng = np.random.default_rng(3)
+        sizes = rng.integers(4, 9, (count, 2))
+        self.images = [rng.integers(0, 256, (height, width, 1), np.uint8) for height, width in sizes]
+        self.labels = rng.integers(0, 3, count)
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self.images[index], self.labels[index]
+
+    def batch_kept(self, indices: np.ndarray, epoch: int) -> tuple[tuple[Any, ...], np.ndarray]:
+        kept = np.flatnonzero(~np.isin(indices, self.broken))
+        if not len(kept):
+            return (), kept
+        left = indices[kept]
+        return (data.ImageBatch.of([self.images[i] for i in left]), self.labels[left]), kept
+
+
+def loaders() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flcuda prefetch")]
+
+
+AUGMENT = data.Augment(4, "resize-then-crop", sides=(4, 6), mean=(0.5,), std=(0.25,))
+CENTRE = data.Augment(4, "centre", sides=4, flip=0.0, mean=(0.5,), std=(0.25,))
+
+
+class TestLoading:
+    @pytest.mark.parametrize("workers", [0, 1, 3, None])
+    def test_equals_a_loop_that_loads_nothing_ahead(self, workers: int | None) -> None:
+        split = shades()
+        trainer = make_trainer(split.train, split.test, seed=4, workers=workers)
+        trainer.fit(3)
+
+        model = small_model()
+        optimizer = optim.SGD(model, lr=0.05, momentum=0.9)
+        for epoch in range(3):
+            meter = Meter()
+            for part in data.batch_indices(83, 16, seed=4, epoch=epoch, last="skip-last"):
+                images, labels = data.fetch(split.train, part, epoch)
+                logits = model(autograd.Tensor(images))
+                loss = functional.cross_entropy(logits, labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                meter.add(loss.data, functional.correct_count(logits, labels), len(labels))
+            meter.collect()
+            assert (meter.loss, meter.accuracy) == (
+                trainer.history[epoch].train_loss,
+                trainer.history[epoch].train_accuracy,
+            )
+        for name, value in model.state_dict().items():
+            np.testing.assert_array_equal(trainer.model.state_dict()[name], value, err_msg=name)
+
+    def test_losses_of_old(self) -> None:
+        """Those of a trainer that fetched each batch when it needed it; nearly, as libraries of mathematics differ."""
+        split = shades()
+        history = make_trainer(split.train, split.test, seed=4).fit(3)
+        expected = [
+            (1.2709453582763672, 0.7093029537716428),
+            (1.19437837600708, 0.7851308358682169),
+            (0.9792351722717285, 1.7302749221389357),
+        ]
+        for result, (train_loss, test_loss) in zip(history, expected, strict=True):
+            assert result.train_loss == pytest.approx(train_loss, rel=1e-4)
+            assert result.test_loss == pytest.approx(test_loss, rel=1e-4)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_transforms_of_a_batch_are_those_of_its_samples(self, workers: int) -> None:
+        photographs, tests = Photographs(40), Photographs(21)
+        ahead = make_trainer(
+            photographs, tests, seed=6, transforms=(AUGMENT,), test_transforms=(CENTRE,), workers=workers
+        )
+        before = make_trainer(
+            data.TransformDataset(photographs, AUGMENT, seed=6), data.TransformDataset(tests, CENTRE), seed=6
+        )
+        results = [
+            [(r.train_loss, r.train_accuracy, r.test_loss, r.test_accuracy) for r in trainer.fit(2)]
+            for trainer in (ahead, before)
+        ]
+        assert results[0] == results[1]
+
+    def test_no_more_is_loaded_than_there_is_room_for(self, rng: np.random.Generator) -> None:
+        recorder = Recorder(blobs(rng, 320))
+        ahead: list[int] = []
+
+        def look(report: Report) -> None:
+            ahead.append(len(recorder.asked) - report.done // 16)
+
+        make_trainer(recorder, report_interval=0.0).fit(1, on_report=look)
+        assert len(recorder.asked) == 20
+        # One staged and one sent in each of the two slots, less that of the step itself; and one the worker is at.
+        assert max(ahead) <= 4
+
+    def test_nothing_is_left_however_it_ends(self, rng: np.random.Generator) -> None:
+        dataset = blobs(rng, 320)
+        images, labels = dataset.fields
+        wrong = labels.copy()
+        wrong[:] = 7
+
+        class Failing(Recorder):
+            def batch(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
+                if 77 in indices:
+                    raise OSError("the disk is gone")
+                return super().batch(indices, epoch)
+
+        def interrupt_the_test(report: Report) -> None:
+            if report.phase == "test":
+                raise KeyboardInterrupt
+
+        ends: list[tuple[data.Dataset, type[BaseException], Callable[..., None] | None]] = [
+            (dataset, KeyboardInterrupt, raise_interrupt),
+            (dataset, KeyboardInterrupt, interrupt_the_test),
+            (data.TensorDataset(images, wrong), ValueError, None),
+            (Failing(dataset), OSError, None),
+        ]
+        for train, error, on_report in ends:
+            trainer = make_trainer(train, dataset, report_interval=0.0, workers=2)
+            with pytest.raises(error) as caught:
+                trainer.fit(1, on_report=on_report)
+            assert caught.traceback  # it keeps the frames, and nothing else
+            assert loaders() == []
+            assert trainer.model.training
+        trainer = make_trainer(dataset, dataset)
+        trainer.fit(2)
+        trainer.evaluate(dataset)
+        assert loaders() == []
+
+    def test_a_data_set_that_leaves_samples_out(self) -> None:
+        options: dict[str, Any] = {
+            "transforms": (AUGMENT,),
+            "test_transforms": (CENTRE,),
+            "batch_size": 4,
+            "report_interval": 0.0,
+        }
+        # All of the second batch of the test, and one of the third.
+        trainer = make_trainer(Photographs(12), Photographs(12, broken=(4, 5, 6, 7, 9)), **options)
+        done: list[int] = []
+        trainer.evaluate(trainer.test, on_report=lambda report: done.append(report.done))  # type: ignore[arg-type]
+        assert done == [4, 7]
+
+        broken = Photographs(12, broken=(3,))
+        broken.labels[8] = 5
+        with pytest.raises(ValueError, match="label 5 of sample 8 is no class"):
+            make_trainer(broken, **options).fit(1)
+        with pytest.raises(ValueError, match="label 5 of sample 8 is no class"):
+            make_trainer(Photographs(4), **options).evaluate(broken)
+        with pytest.raises(FlcudaError, match="none of the 12 images of the training could be served"):
+            make_trainer(Photographs(12, broken=tuple(range(12))), **options).fit(1)
+
+    def test_images_of_many_sizes_need_a_transform(self) -> None:
+        with pytest.raises(ValueError, match=r"need a transform that makes them one size, such as data\.Augment"):
+            make_trainer(Photographs(8), batch_size=4).fit(1)
+        assert loaders() == []
 
 
 class TestErrors:

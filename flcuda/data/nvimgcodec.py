@@ -1,0 +1,369 @@
+"""nvImageCodec on one CUDA device, and which JPEG files it is given.
+
+Note [streams]: an image of nvImageCodec's belongs to the stream on which its memory was allocated, for good: reused on
+another one it makes the host wait for the first, and freed after that one is gone it ends the process. The streams of
+callers come and go (a prefetcher has new ones each epoch). So images are decoded on streams of this module's own, which
+outlive them, and callers wait for them by events, as they do for the callers' copies; the host does not wait.
+
+Note [engine]: a decoder with several backends gives its JPEG engine at most as many images as its first batch had,
+whatever the later batches have, and the rest to the next backend. So the engine has a decoder of its own, and a second
+one is asked for what the engine leaves.
+"""
+
+import contextlib
+import io
+import os
+import queue
+import re
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from flcuda.device import Array, Device, cupy
+from flcuda.ops.images import gather_images
+
+BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_ONLY": "CPU"}
+"""nvImageCodec's kinds of backends in the order in which they are asked, with what they are called here."""
+
+# The decoders of one instance: each is asked for what the one before it leaves. See Note [engine].
+_STAGES = (("HW_GPU_ONLY",), ("HYBRID_CPU_GPU", "CPU_ONLY"))
+# As Pillow does. The default has changed between versions.
+_OPTIONS = ":fancy_upsampling=1"
+# The last marker of a whole JPEG file is within so many bytes of its end; some programs pad or append a little.
+_JPEG_TAIL = 4096
+# Two batches under way keep the engine busy while the host prepares the next.
+_INSTANCES = 2
+# Device memory that an instance's images may keep between batches.
+_KEPT_BYTES = 1 << 30
+# Of an image that all backends take, also an engine that has a least size.
+_PROBE_SIDE = 256
+# Of the whole process: its standard error is one, and what two threads put back in turn would not be the first.
+_QUIET_LOCK = threading.Lock()
+_UNUSED = re.compile("nvjpeg2|nvtiff", re.IGNORECASE)
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+# Pillow turns an image by this where EXIF does not say how.
+_XMP_TURNED = re.compile(rb'tiff:Orientation(?:="|>)[02-9]')
+
+
+class PlacedImage(NamedTuple):
+    """Pixels in memory of nvImageCodec's, uint8 (height, width, channels): valid until its decoder is used again."""
+
+    pointer: int
+    row_bytes: int
+    shape: tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class _Instance:
+    """Decoders of nvImageCodec's, and the images that they write into again and again; for one thread at a time."""
+
+    decoders: list[Any]
+    # At each place of a batch, None where nothing was decoded yet.
+    images: list[Any] = field(default_factory=list)
+    # The last here, and the last to go.
+    stream: Any = None
+
+
+class Nvimgcodec:
+    """nvImageCodec on one CUDA device.
+
+    Args:
+        module: nvidia.nvimgcodec.
+        device: the CUDA device.
+        threads: of the host, for each batch under way; 0: as many as there are cores.
+
+    Raises:
+        Exception: whatever nvImageCodec raises when not even its CPU backend can be had.
+
+    Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html; images to reuse came with version 0.7.
+    """
+
+    def __init__(self, module: ModuleType, device: Device, threads: int) -> None:
+        self._module = module
+        self._device = device
+        self._threads = threads
+        self.version = str(getattr(module, "__version__", "unknown"))
+        self._parameters = {
+            3: module.DecodeParams(
+                apply_exif_orientation=True, color_spec=module.ColorSpec.SRGB, allow_any_depth=False
+            ),
+            1: module.DecodeParams(
+                apply_exif_orientation=True, color_spec=module.ColorSpec.GRAY, allow_any_depth=False
+            ),
+        }
+        # The longest unused first: what it decoded is done when it is used again, also when one thread decodes.
+        self._free: queue.SimpleQueue[_Instance] = queue.SimpleQueue()
+        # At the end of the process as well, while CUDA is still there.
+        weakref.finalize(self, _let_go, self._free)
+        with device.use():
+            for _ in range(_INSTANCES):
+                self._free.put(self._new_instance())
+            # An incompatible version shows now, not in the middle of an epoch; the second round reuses images.
+            for _ in range(2 * _INSTANCES):
+                with self.decoded([self.code_stream(_small_jpeg())], 3) as images:
+                    if images[0] is None:
+                        raise RuntimeError("it cannot decode a small JPEG image")
+
+    def _new_instance(self) -> _Instance:
+        decoders = []
+        for kinds in _STAGES[:-1]:
+            # No JPEG engine here.
+            with contextlib.suppress(RuntimeError):
+                decoders.append(self._new_decoder(kinds, self._threads))
+        # Of what the engine leaves there may be nothing in all the data: made when it is needed.
+        decoders.append(None if decoders else self._new_decoder(_STAGES[-1], self._threads))
+        return _Instance(decoders, stream=cupy().cuda.Stream(non_blocking=True))
+
+    def _new_decoder(self, kinds: Sequence[str], threads: int) -> Any:
+        """Returns one of nvImageCodec's decoders; RuntimeError when it has none of these kinds of backends here."""
+        module = self._module
+        return module.Decoder(
+            device_id=self._device.index,
+            max_num_cpu_threads=threads,
+            # A hint of 1: all that the backend can decode. What it cannot goes on to the next.
+            backends=[module.Backend(getattr(module.BackendKind, kind), load_hint=1.0) for kind in kinds],
+            options=_OPTIONS,
+        )
+
+    def working_backends(self) -> list[str]:
+        """Decodes a small image with each kind of backend alone; returns those that could, in words."""
+        found = []
+        for kind, words in BACKENDS.items():
+            with contextlib.suppress(RuntimeError), self._device.use():
+                decoder = self._new_decoder((kind,), 1)
+                stream = self._module.CodeStream(_small_jpeg())
+                if decoder.decode([stream], params=self._parameters[3])[0] is not None:
+                    found.append(words)
+        return found
+
+    def code_stream(self, content: bytes) -> Any:
+        """Returns nvImageCodec's view of a file that it decodes as Pillow would; None of any other."""
+        frame = jpeg_frame(content)
+        limit = Image.MAX_IMAGE_PIXELS
+        if frame is None or frame.precision != 8 or (limit is not None and frame.height * frame.width > 2 * limit):
+            return None
+        try:
+            return self._module.CodeStream(content)
+        except RuntimeError:
+            return None
+
+    @contextlib.contextmanager
+    def decoded(self, streams: Sequence[Any], channels: int) -> "Iterator[list[PlacedImage | None]]":
+        """Decodes; the images may be read on the stream that is current now, by what is queued inside the `with`.
+
+        Args:
+            streams: of `code_stream`; borrowed.
+            channels: 3 or 1.
+
+        Yields:
+            One a stream; None for what cannot be decoded.
+        """
+        if not streams:
+            yield []
+            return
+        current = cupy().cuda.get_current_stream()
+        instance = self._free.get()
+        is_whole = False
+        try:
+            try:
+                found = self._decode(instance, streams, channels)
+                current.wait_event(_event(instance.stream))
+                yield found
+                is_whole = True
+            finally:
+                # Before the images are decoded into or freed, which is in the order of their own stream.
+                instance.stream.wait_event(_event(current))
+                size = sum(image.capacity for image in instance.images if image is not None)
+                # After an error, who knows what is still written: new images next time.
+                if not is_whole or size > _KEPT_BYTES:
+                    instance.images = []
+        finally:
+            self._free.put(instance)
+
+    def _decode(self, instance: _Instance, streams: Sequence[Any], channels: int) -> list[PlacedImage | None]:
+        found: list[PlacedImage | None] = [None] * len(streams)
+        images = instance.images
+        images += [None] * (len(streams) - len(images))
+        left: Sequence[int] = range(len(streams))
+        for stage, decoder in enumerate(instance.decoders):
+            if decoder is None:
+                with contextlib.suppress(RuntimeError):
+                    decoder = instance.decoders[stage] = self._new_decoder(_STAGES[-1], self._threads)
+                if decoder is None:
+                    break
+            results = decoder.decode(
+                [streams[place] for place in left],
+                images=[images[place] for place in left],
+                params=self._parameters[channels],
+                cuda_stream=instance.stream.ptr,
+            )
+            for place, image in zip(left, results, strict=True):
+                if image is not None:
+                    images[place] = image
+                    found[place] = _placed(image, channels)
+            left = [place for place in left if found[place] is None]
+            if not left:
+                break
+        return found
+
+    def copy(self, images: Sequence[PlacedImage], pixels: Array, offsets: Sequence[int]) -> None:
+        """Copies images into a batch's pixels on the current stream, each to its offset in bytes."""
+        shapes = [image.shape for image in images]
+        gather_images(
+            pixels,
+            offsets,
+            [image.pointer for image in images],
+            [height for height, _, _ in shapes],
+            [width * channels for _, width, channels in shapes],
+            [image.row_bytes for image in images],
+        )
+
+
+def _let_go(free: "queue.SimpleQueue[_Instance]") -> None:
+    """Frees what instances hold, the streams last; see Note [streams]."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            instance = free.get_nowait()
+            instance.images.clear()
+            instance.decoders.clear()
+
+
+def _event(stream: Any) -> Any:
+    """Returns an event after what is queued on a stream."""
+    event = cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+def find_nvimgcodec(device: Device, threads: int) -> Nvimgcodec | None:
+    """Returns nvImageCodec on a CUDA device, or None when it is not installed; one warning when it does not start."""
+    try:
+        with _quiet() as said:
+            from nvidia import nvimgcodec
+
+            return Nvimgcodec(nvimgcodec, device, threads)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in ("nvidia", "nvidia.nvimgcodec"):
+            return None
+        words = _remarks(said())
+        message = f"nvImageCodec does not start, Pillow decodes on the CPU instead: {error}"
+        warnings.warn(f"{message} ({words})" if words else message, RuntimeWarning, stacklevel=2)
+        return None
+
+
+@contextlib.contextmanager
+def _quiet() -> "Iterator[Callable[[], str]]":
+    """Keeps back what nvImageCodec writes to standard error when it starts: that optional libraries are absent.
+
+    The variable makes it silent later: what it would say of a broken file is in our error. A value of the user's wins.
+    Standard error is the whole process's: what other threads write to it meanwhile comes late, in one piece.
+    """
+    variable = "PYNVIMGCODEC_VERBOSITY"
+    kept = ""
+    with _QUIET_LOCK, tempfile.TemporaryFile() as file:
+        chosen = os.environ.get(variable)
+        os.environ.setdefault(variable, "0")
+        saved = None
+        # No standard error, nothing to keep back.
+        with contextlib.suppress(OSError):
+            saved = os.dup(2)
+            os.dup2(file.fileno(), 2)
+        failed = True
+        try:
+            yield lambda: kept
+            failed = False
+        finally:
+            if saved is not None:
+                os.dup2(saved, 2)
+                os.close(saved)
+            if chosen is None:
+                os.environ.pop(variable, None)
+            file.seek(0)
+            kept = file.read().decode(errors="replace")
+            if not failed and saved is not None:
+                with contextlib.suppress(OSError):
+                    os.write(2, _others(kept).encode())
+
+
+def _others(text: str) -> str:
+    """Returns the lines that are not about libraries of nvImageCodec's that are not used here."""
+    return "".join(line for line in text.splitlines(keepends=True) if not _UNUSED.search(line))
+
+
+def _remarks(text: str) -> str:
+    """Returns lines of nvImageCodec's, each once, without colours and without libraries that are not used here."""
+    return "; ".join(line for line in dict.fromkeys(re.sub(r"\x1b\[[0-9;]*m", "", _others(text)).splitlines()) if line)
+
+
+def _small_jpeg() -> bytes:
+    stored = io.BytesIO()
+    Image.new("RGB", (_PROBE_SIDE, _PROBE_SIDE), (200, 100, 50)).save(stored, "JPEG")
+    return stored.getvalue()
+
+
+def _placed(image: Any, channels: int) -> PlacedImage | None:
+    interface = image.__cuda_array_interface__
+    shape = tuple(interface["shape"])
+    if len(shape) != 3 or shape[2] != channels or interface["typestr"] not in ("|u1", "<u1"):
+        return None
+    strides = interface.get("strides")
+    return PlacedImage(interface["data"][0], strides[0] if strides else shape[1] * channels, shape)
+
+
+class JpegFrame(NamedTuple):
+    """What a JPEG file says of its image."""
+
+    precision: int
+    height: int
+    width: int
+
+
+def jpeg_frame(content: bytes) -> JpegFrame | None:
+    """Reads a JPEG file's header; None where the file has no end, colours that are not YCbCr, or is turned by XMP.
+
+    libjpeg's rules: JFIF says YCbCr; else Adobe's marker says it, if there is one; else the components' numbers.
+    """
+    if not content.startswith(b"\xff\xd8\xff"):
+        return None
+    if content.rfind(b"\xff\xd9", max(2, len(content) - _JPEG_TAIL)) < 0:
+        return None
+    place = 2
+    jfif = False
+    adobe = None
+    last = len(content) - 10
+    while place < last:
+        if content[place] != 0xFF:
+            return None
+        marker = content[place + 1]
+        if marker == 0xFF:
+            place += 1
+            continue
+        body = place + 4
+        end = place + 2 + (content[place + 2] << 8 | content[place + 3])
+        if marker == 0xE0:
+            jfif = jfif or content.startswith(b"JFIF\0", body)
+        elif marker == 0xE1:
+            if content.startswith(_XMP, body) and _XMP_TURNED.search(content, body, end):
+                return None
+        elif marker == 0xEE:
+            if content.startswith(b"Adobe", body) and body + 12 <= min(end, len(content)):
+                adobe = content[body + 11]
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            components = content[body + 5]
+            if components == 3:
+                is_plain = jfif or (content[body + 6 : end : 3] != b"RGB" if adobe is None else adobe == 1)
+            else:
+                is_plain = components == 1
+            if not is_plain:
+                return None
+            height = content[body + 1] << 8 | content[body + 2]
+            return JpegFrame(content[body], height, content[body + 3] << 8 | content[body + 4])
+        place = end
+    return None

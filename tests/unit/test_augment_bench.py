@@ -1,0 +1,131 @@
+"""The search for the constants of the augmentation's kernels: what it compiles is right, whatever the constants."""
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import host_kernels
+import numpy as np
+import pytest
+from augment_cases import CASES, assert_like, case, exact, images, table
+
+from flcuda import device as devices
+from flcuda import kernel_loader
+from flcuda.data import Augment
+from flcuda.device import CPU
+from flcuda.ops import augment as ops
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "bench_augment.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_augment", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the names of annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(folder):
+    # Several builds in one process: each has shared memory of its own.
+    return host_kernels.build("augment", folder, ["-fno-gnu-unique"])
+
+
+def host_launch(library):
+    def launch(name, function, grid, block, *arguments):
+        host_kernels.run(library, function, grid, block, arguments)
+
+    return launch
+
+
+def send_to_host(monkeypatch, library) -> None:
+    monkeypatch.setattr(ops, "on_cuda", lambda **_: True)
+    monkeypatch.setattr(ops, "new", lambda *args: devices.empty(*args[:2], device="cpu", layout=(*args, "nchw")[2]))
+    monkeypatch.setattr(ops, "_on_device", lambda *tables: tables)
+    monkeypatch.setattr(ops, "launch_blocks", host_launch(library))
+
+
+def test_constants_are_found_and_changed(bench) -> None:
+    text = kernel_loader.source("augment")
+    own = bench.as_it_is(text)
+    assert own.LINES == ops._LINES
+    assert own in bench.variants()
+    for variant in bench.variants():
+        assert bench.as_it_is(bench.edited(text, variant)) == variant
+        # A part of the row for each of the most groups that a block may have, of whole words.
+        assert variant.PLACES // ops._MOST_GROUPS // 4 >= 4
+    with pytest.raises(ValueError, match="has 0 lines that define WORDS"):
+        bench.edited(text.replace("WORDS = ", "WORDS_ = "), own)
+
+
+@pytest.mark.parametrize("name", ["random-resized float16 nhwc4", "random-resized bfloat16 nchw"])
+def test_the_one_kernel_compiles(name, bench, tmp_path) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    for header in kernel_loader.kernel_dir().glob("*.cuh"):
+        (tmp_path / header.name).write_bytes(header.read_bytes())
+    text, function = bench.only(kernel_loader.source("augment"), replace(Augment(8), **bench.CASES[name]))
+    for variant in (bench.variants()[0], bench.variants()[-1]):
+        (tmp_path / "augment.cu").write_text(bench.edited(text, variant))
+        cubin = kernel_loader.compile_to_cubin("augment", 90, tmp_path)
+        assert set(re.findall(rb"augment_\w+?_[134]\b", cubin)) == {function.encode()}
+
+
+@pytest.mark.parametrize(("values", "steps"), [((1, 4, 768, 2), 1), ((4, 1, 1536, 6), 14)])
+def test_other_constants_give_the_definition(values, steps, bench, tmp_path, rng, monkeypatch) -> None:
+    variant = bench.Variant(*values)
+    text = (kernel_loader.kernel_dir() / "augment.cu").read_text()
+    (tmp_path / "augment.cu").write_text(bench.edited(text, variant))
+    send_to_host(monkeypatch, build(tmp_path))
+    with bench.launched_with(variant.LINES, steps):
+        for size, channels, options in CASES:
+            batch, parameters, description = case(rng, size, channels, options)
+            found = ops.augment(batch, parameters, description)
+            assert_like(found, exact(batch, parameters, description), description)
+        for sizes, size in (([(6, 1700), (3, 513)], (5, 24)), ([(300, 70)], (40, 3)), ([(40, 50)], (67, 97))):
+            batch, parameters, description = images(rng, sizes, 3), table(rng, sizes), Augment(size)
+            found = ops.augment(batch, parameters, description)
+            assert_like(found, exact(batch, parameters, description), description)
+    assert ops._LINES == bench.as_it_is(text).LINES
+
+
+def test_the_search(bench, tmp_path, monkeypatch, capsys) -> None:
+    """On the processor, where one build stands for kernels that only differ in their registers."""
+    library = build(tmp_path)
+
+    class Kernel:
+        num_regs = 80
+        local_size_bytes = 0
+
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, grid, block, arguments):
+            host_kernels.run(library, self.function, grid, block, arguments)
+
+    own = bench.as_it_is(kernel_loader.source("augment"))
+    compiled = []
+
+    def new_module(name, text, flags):
+        compiled.append(bench.as_it_is(text))
+        return SimpleNamespace(get_function=Kernel)
+
+    monkeypatch.setattr(kernel_loader, "new_module", new_module)
+    monkeypatch.setattr(kernel_loader, "options", lambda: ())
+    monkeypatch.setattr(devices, "cupy", lambda: np)
+    blocks = (own.BLOCKS, own.BLOCKS + 1)
+    monkeypatch.setattr(bench, "CHOICES", {name: (value,) for name, value in vars(own).items()} | {"BLOCKS": blocks})
+    monkeypatch.setattr(bench, "STEPS", (1, 4))
+    augment = replace(Augment(24, **bench.IMAGENET), **bench.HALF)
+    sizes = np.array([[40, 50], [31, 20]], np.int32)
+    bench.tune("small", augment, sizes, CPU, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert {variant.BLOCKS for variant in compiled} == {*blocks}
+    assert len([line for line in lines if line.endswith(", as it is")]) == 1
+    errors = [float(error) for error in re.findall(r"error (\S+?)(?:,|$)", "\n".join(lines), re.M)]
+    assert len(errors) in (2, 3)
+    assert max(errors) < 3e-3
+    assert lines[-1].endswith("4 tried")
