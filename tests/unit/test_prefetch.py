@@ -99,9 +99,6 @@ def require_clean(loader: PrefetchDataset) -> None:
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("depth", [1, 2, 5])
 class Asked:
     """A data set that says how many threads it should have."""
 
@@ -125,6 +122,9 @@ def test_a_data_set_is_asked_how_many_workers_it_wants(monkeypatch):
     assert PrefetchDataset(Asked(best_workers=2), "cpu", workers=7).workers == 7
 
 
+@pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("depth", [1, 2, 5])
 def test_one_epoch_in_order(kind, workers, depth):
     dataset = Stamps(23, pauses=[0.0, 0.002, 0.001])
     loader = kind(
