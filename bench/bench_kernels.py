@@ -32,6 +32,7 @@ from record import machine, machine_line
 from flcuda import device as devices
 from flcuda import timing
 from flcuda.device import Device
+from flcuda.finder.problem import fill_normal
 from flcuda.ops import batch_norm, elementwise, loss, pooling
 from flcuda.ops import linear as linear_op
 from flcuda.ops.batch_norm import Norm
@@ -84,9 +85,10 @@ class Bench:
     def normal(self, shape: tuple[int, ...], *, wide: bool = False, mean: float = 0.0) -> Any:
         """Gives a new array; `wide` ones are float32, dense and of any rank."""
         self._seed += 1
-        xp = self.device.xp
-        generator = xp.random.default_rng(self._seed)
-        values = generator.standard_normal(shape, dtype=np.float32) + np.float32(mean)
+        values = devices.empty(shape, np.float32, device=self.device)
+        # Not by CuPy, which draws with cuRAND.
+        fill_normal(values, self._seed, 0, self.device)
+        values += np.float32(mean)
         if wide:
             return values
         out = devices.empty(shape, self.dtype, device=self.device, layout=self.layout if len(shape) > 2 else "nchw")

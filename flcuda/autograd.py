@@ -59,6 +59,8 @@ class Tensor:
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self._node: Function | None = None
+        if requires_grad and devices.recordings:
+            devices.made(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,7 +117,16 @@ class Tensor:
         Args:
             grad: like data; borrowed. Another leaf may be given the same array, so ``grad`` is always one of our own.
         """
+        devices.touch(self)
         self.grad = elementwise.cast(grad, grad.dtype) if self.grad is None else elementwise.add(self.grad, grad)
+
+    def host_state(self) -> tuple[Any, ...]:
+        """Gives whether there is a gradient, and which; see Note [host state] in flcuda.device."""
+        return (self.grad,)
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        """Sets the gradient."""
+        (self.grad,) = state
 
     def backward(self, grad: Array | None = None) -> None:
         """Adds to the ``grad`` of every leaf that requires one, and frees the graph on the way.

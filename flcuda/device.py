@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -350,6 +351,9 @@ def is_capturing() -> bool:
         if error.status == CUDA_ERROR_CAPTURE_IMPLICIT:
             return True
         raise
+    except RuntimeError:
+        # CuPy's word for a capture that an error has made invalid: it is one until it is ended.
+        return True
 
 
 def synchronize(device: Device) -> None:
@@ -473,8 +477,9 @@ def driver() -> dict[str, str | int]:
 # already, to be added to?) was decided at the capture, and what it would have written (there are gradients now) is not.
 # So while a step is recorded, each object with such state names itself by `touch` before it reads or writes it. The
 # recording keeps what the state was then, and what it was at the end. A replay is right where the first is again the
-# case, and sets the second. After a failed capture the first is put back. Nothing is recorded elsewhere, and a look
-# whether it is costs a few dozen nanoseconds.
+# case, and sets the second. After a failed capture the first is put back. Leaves that the step itself makes, as it does
+# each time, have no state of before. Nothing is recorded elsewhere, and a look whether it is costs a few dozen
+# nanoseconds.
 
 
 class Moment(int):
@@ -516,6 +521,7 @@ class Recording:
         read: those whose first state was read, and not overwritten.
         after_launch: what is to be done on the host after each launch of the graph.
         kept: what must live as long as the graph.
+        made: leaves that the run itself has made.
     """
 
     def __init__(self, capturing: bool) -> None:
@@ -524,6 +530,7 @@ class Recording:
         self.read: set[int] = set()
         self.after_launch: list[Callable[[], None]] = []
         self.kept: dict[int, Any] = {}
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def undo(self) -> None:
         """Puts all states back to what they were at first."""
@@ -570,10 +577,21 @@ def touch(state_of: HostState, *, reads: bool = True) -> None:
     if not recordings:
         return
     found = recordings.get(threading.get_ident())
-    if found is not None and id(state_of) not in found.first:
+    if found is not None and id(state_of) not in found.first and state_of not in found.made:
         found.first[id(state_of)] = (state_of, state_of.host_state())
         if reads:
             found.read.add(id(state_of))
+
+
+def made(leaf: Any) -> None:
+    """Says that a leaf was just made, whose state on the host is no step's but this one's.
+
+    Args:
+        leaf: the object, which can be told by a weak reference.
+    """
+    found = recordings.get(threading.get_ident())
+    if found is not None:
+        found.made.add(leaf)
 
 
 def after_launch(call: Callable[[], None]) -> None:

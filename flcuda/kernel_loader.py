@@ -2,12 +2,18 @@
 
 Nothing else compiles. `load_module` gives what runs here; `compile_to_cubin` compiles the same source with the same
 options for any architecture and needs no GPU.
+
+Note [ahead]: a file takes NVRTC up to two seconds, once a machine, and all files of a training step some nine, one
+after another. `prepare` has threads compile them at the same time, which NVRTC does without Python's lock, while the
+host does something else; whoever needs one of them early waits for that one alone.
 """
 
 import functools
 import hashlib
 import importlib.util
 import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ BLOCK = 256
 _MAX_GRID = 4096
 _SYSTEM_CUDA = "/usr/local/cuda"
 _HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
+_MOST_THREADS = 12
 
 
 @functools.cache
@@ -161,6 +168,7 @@ def compile_to_cubin(name: str, arch: int, folder: Path | None = None, defines: 
 
 
 _modules: dict[tuple[str, tuple[str, ...], int], Any] = {}
+_coming: dict[tuple[str, tuple[str, ...], int], "Future[Any]"] = {}
 _functions: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
 
 
@@ -183,8 +191,37 @@ def load_module(name: str, defines: tuple[str, ...] = ()) -> Any:
     module = cupy()
     key = (name, defines, module.cuda.runtime.getDevice())
     if key not in _modules:
-        _modules[key] = new_module(name, source(name), (*options(), *(f"-D{each}" for each in defines)))
+        coming = _coming.get(key)
+        try:
+            _modules[key] = _compiled(*key) if coming is None else coming.result()
+        finally:
+            _coming.pop(key, None)
     return _modules[key]
+
+
+def _compiled(name: str, defines: tuple[str, ...], device: int) -> Any:
+    with cupy().cuda.Device(device):
+        return new_module(name, source(name), (*options(), *(f"-D{each}" for each in defines)))
+
+
+def prepare(modules: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Has threads compile and load files for the current device; see Note [ahead].
+
+    Does not wait, and does not raise what the compiler says: `load_module` does, where the file is needed.
+
+    Args:
+        modules: names and macros, as for `load_module`; those that are loaded or on their way are left out. What is
+            needed first should come first.
+    """
+    device = cupy().cuda.runtime.getDevice()
+    keys = [(name, defines, device) for name, defines in dict.fromkeys(modules)]
+    keys = [key for key in keys if key not in _modules and key not in _coming]
+    if not keys:
+        return
+    threads = ThreadPoolExecutor(min(_MOST_THREADS, len(keys), os.cpu_count() or 1), "flcuda-compile")
+    for key in keys:
+        _coming[key] = threads.submit(_compiled, *key)
+    threads.shutdown(wait=False)
 
 
 def new_module(name: str, text: str, flags: tuple[str, ...]) -> Any:

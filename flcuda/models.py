@@ -6,10 +6,12 @@ the last with the stride at its 3x3 convolutions, as torchvision and others have
 
 from typing import Any, ClassVar, Literal
 
+from flcuda import device as devices
 from flcuda import functional as F
 from flcuda import nn
 from flcuda.autograd import Tensor
 from flcuda.device import Device
+from flcuda.ops.preparation import prepare_step
 
 Stem = Literal["imagenet", "small"]
 
@@ -138,6 +140,8 @@ class BottleneckBlock(nn.Module):
 class ResNet(nn.Module):
     """A residual network.
 
+    On CUDA threads begin to compile what a training step launches, unless CuPy's cache has it.
+
     Args:
         blocks: how many in each of the four stages.
         num_classes: of the last layer.
@@ -175,6 +179,9 @@ class ResNet(nn.Module):
         options: dict[str, Any] = {"precision": precision, "device": device}
         draws = nn.Draws(seed)
         self.fused = fused
+        if fused:
+            words = nn.precision_of(precision)
+            prepare_step(words.dtype, words.layout, devices.resolve(device), pooled=stem == "imagenet")
         kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
         self.conv1 = nn.Conv2D(
             in_channels, 64, kernel, stride, kernel // 2, bias=False, seed=draws, init=nn.fan_out_normal, **options

@@ -166,14 +166,6 @@ class Parameter(Tensor):
         arena = None if self.home is None else self.home.arena()
         devices.touch(self if arena is None else arena)
 
-    def host_state(self) -> tuple[Any, ...]:
-        """Gives whether there is a gradient, and which; see Note [host state] in flcuda.device."""
-        return (self.grad,)
-
-    def set_host_state(self, state: tuple[Any, ...]) -> None:
-        """Sets the gradient."""
-        (self.grad,) = state
-
     def __getstate__(self) -> dict[str, Any]:
         return {
             "master": self.master,

@@ -648,12 +648,6 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
   for (int64 i = threadIdx.x % 32; i < space; i += 32) dx[row * space + i] = value;
 }
 
-#define SIZES                                                                                                       \
-  int64 n, int64 c, int64 h, int64 w, int64 oh, int64 ow, int64 kernel_h, int64 kernel_w, int64 stride_h,           \
-      int64 stride_w, int64 padding_h, int64 padding_w, int nhwc
-#define SIZE_VALUES \
-  PoolSizes { n, c, h, w, oh, ow, kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w, nhwc }
-
 // --- instances ----------------------------------------------------------------------------------------------------------
 
 #define SIZES                                                                                                       \

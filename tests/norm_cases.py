@@ -35,6 +35,7 @@ class Case:
             values = generator.uniform(0.5, 1.5, channels) * (generator.choice([-1, 1], channels) if sign else 1)
             return place(values.astype(wide), device)
 
+        self.device, self.layout = device, layout
         self.x, self.residual = tensor(0.5), tensor(-0.5)
         self.dys = [tensor() for _ in range(gradients)]
         self.vectors = [(vector(True), vector(True)) for _ in range(2)]
@@ -44,6 +45,7 @@ class Case:
     def widened(self) -> "Case":
         """The same numbers in float64 on the CPU device."""
         other = object.__new__(Case)
+        other.device, other.layout = "cpu", "nchw"
 
         def wide(a: Any) -> Any:
             a = to_numpy(a)
@@ -54,6 +56,14 @@ class Case:
         other.pending = [wide(each) for each in self.pending]
         other.into = [Into(wide(self.into[0].dweight), wide(self.into[0].dbias), True), None]
         return other
+
+    def settle(self, mode: str) -> None:
+        """Sets the gradients to zero where ReLU's argument is so near zero that rounding may choose its side."""
+        near = np.abs(self.widened().run(mode, False, 0.1, False)["y"]) < 1e-5
+        for i, dy in enumerate(self.dys):
+            values = to_numpy(dy).copy()
+            values[near] = 0
+            self.dys[i] = place(values, self.device, self.layout)
 
     def run(self, mode: str, relu: bool, momentum: float | None, constant: bool, ticket: Any = None) -> dict[str, Any]:
         """All results by name. mode: none, raw or normalised."""

@@ -198,6 +198,9 @@ class CudaLink:
             if error.status == devices.CUDA_ERROR_CAPTURE_IMPLICIT:
                 return True
             raise
+        except RuntimeError:
+            # CuPy's word for a capture that an error has made invalid.
+            return True
 
     def record(self, stream: Any = None) -> Any:
         """Returns an event after all that is queued on a stream, by default the copy stream."""

@@ -826,8 +826,19 @@ def _launch(name: str, kind: str, width: Width, shape: Tiles, *arguments: Array 
         shape.grid,
         (TILE_THREADS, 1),
         *arguments,
-        defines=(f"NORM_WIDTH={width}", f"NORM_ORDER={shape.order}", f"NORM_KIND={kind}"),
+        defines=defines_of(width, shape.order, kind),
     )
+
+
+def defines_of(width: Width, order: Layout, kind: str) -> tuple[str, ...]:
+    """The macros by which kernels/batch_norm.cu is compiled.
+
+    Args:
+        width: of the memory accesses.
+        order: of the elements.
+        kind: the dtype's suffix.
+    """
+    return f"NORM_WIDTH={width}", f"NORM_ORDER={order}", f"NORM_KIND={kind}"
 
 
 def _inverse(variance: Array, eps: float) -> Array:

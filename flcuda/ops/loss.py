@@ -117,7 +117,7 @@ def cross_entropy_forward(
         np.int64(classes),
         np.float64(label_smoothing),
         np.int64(ignore_index),
-        defines=_defines(kind),
+        defines=defines_of(kind),
     )
     return loss, CrossEntropySaved(probabilities, target, count, label_smoothing, ignore_index, logits.dtype)
 
@@ -164,7 +164,7 @@ def cross_entropy_backward(dloss: Array, saved: CrossEntropySaved) -> Array:
         np.int64(dlogits.shape[1]),
         np.float64(saved.label_smoothing),
         np.int64(saved.ignore_index),
-        defines=_defines(kind),
+        defines=defines_of(kind),
     )
     return dlogits
 
@@ -199,13 +199,13 @@ def top1_count(logits: Array, target: Array) -> Array:
         _labels(target),
         np.int64(rows),
         np.int64(classes),
-        defines=_defines(kind),
+        defines=defines_of(kind),
     )
     return count
 
 
-def _defines(kind: str) -> tuple[str, ...]:
-    """What has the file compiled for one dtype."""
+def defines_of(kind: str) -> tuple[str, ...]:
+    """The macros by which kernels/loss.cu is compiled for one dtype, given its kernels' suffix."""
     return (f"LOSS_KIND={kind}",)
 
 

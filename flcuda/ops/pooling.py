@@ -565,6 +565,18 @@ def _defines(part: int, kind: str) -> tuple[str, ...]:
     return f"POOL_PART={part}", f"POOL_KIND={kind}"
 
 
+def defines_of(dtype: np.dtype[Any], kind: str, *, pooled: bool) -> list[tuple[str, ...]]:
+    """The macros by which kernels/pooling.cu is compiled for a residual network, once for each.
+
+    Args:
+        dtype: of the images.
+        kind: its suffix.
+        pooled: with the batch norm of the stem.
+    """
+    stem = (_NORMALIZED if dtype.itemsize <= 4 else _ANY, _VECTOR_SUMS) if pooled else ()
+    return [_defines(part, kind) for part in (*stem, _GLOBAL)]
+
+
 def _lanes(dtype: np.dtype[Any]) -> int:
     """`LANES` in kernels/pooling.cu: how many neighbours a thread moves at once."""
     return 2 if dtype.itemsize > 4 else 4

@@ -1,20 +1,23 @@
 """A step as one CUDA graph an input signature: `flcuda.capture`.
 
 Note [calls]: the first `WARM_UP` calls of a signature are real steps that run as they are; they search, compile, and
-make what is made once. The first runs where its caller is. The others run on the stream that will capture, and take
-memory from the pool that the graph will use. Then a call is captured, which queues nothing, and the graph is launched;
-later ones are launched only. So a call does its step exactly once, whichever way.
+make what is made once. They are of the thread that captures, whose cuDNN plans they make. The first runs where its
+caller is. The others run on the stream that will capture, and take memory from the pool that the graph will use. Then a
+call is captured, which queues nothing, and the graph is launched; later ones are launched only. So a call does its step
+exactly once, whichever way.
 
 Note [memory]: what a graph uses it must find in place at each replay, also what its step has given back. So the capture
 has a pool of its own, that nobody else takes from, and its blocks are kept, whatever the pool does with them. The
 graphs of one step share it, since they never run at the same time: each call waits for the one before, on the device.
-Inputs are copied into fixed arrays there, and results are fixed arrays there.
+Inputs are copied into fixed arrays there, and results are fixed arrays there. A pool of CuPy's that is let go of never
+gives back what it has free: so it is told to, and kept for as long as somebody still has an array of it.
 
 Note [host]: what Python decides by, and what it would have written, is kept beside the graph: see Note [host state] in
 flcuda.device. A call whose Python would decide otherwise than at the capture (gradients are there to be added to,
 another weight decay) is another variant of its signature, and gets a graph of its own.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -54,6 +57,8 @@ VARIANTS = 4
 _CAPTURE_ERRORS = range(900, 909)
 """CUDA's statuses of captures, from cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
 
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +91,10 @@ class Place(Protocol):
         """Waits until the device has done all that was queued here."""
         ...
 
+    def close(self) -> None:
+        """Gives the private memory back, once nothing is queued and no graph is left."""
+        ...
+
     def fixed(self, a: Array, layout: str) -> Array:
         """Makes an array like another one in the private memory."""
         ...
@@ -110,9 +119,38 @@ class Place(Protocol):
 def _new_block(blocks: list[Any], size: int) -> Any:
     """Takes memory from CUDA for a pool, and keeps it whatever the pool does."""
     cuda = devices.cupy().cuda
-    memory = cuda.Memory(size)
+    try:
+        memory = cuda.Memory(size)
+    except cuda.runtime.CUDARuntimeError as error:
+        if error.status != _CUDA_ERROR_MEMORY_ALLOCATION:
+            raise
+        # Perhaps the pool of all others has it and does not need it.
+        devices.cupy().get_default_memory_pool().free_all_blocks()
+        try:
+            memory = cuda.Memory(size)
+        except cuda.runtime.CUDARuntimeError as again:
+            # At CUDA's own error the pool would give up its free blocks, which graphs use, and which a smaller
+            # workspace may fit in.
+            raise MemoryError(f"no room for a block of {size:,} bytes of a captured step's memory") from again
     blocks.append(memory)
     return cuda.MemoryPointer(memory, 0)
+
+
+_outlived: list[tuple[Device, Any]] = []
+"""Pools of closed steps of which somebody still has an array: the loss of the last call, say. See Note [memory]."""
+
+
+def _give_back() -> None:
+    """Gives back what nobody has any more of the pools of closed steps."""
+    pools = []
+    with contextlib.suppress(IndexError):  # another thread does the same
+        while True:
+            pools.append(_outlived.pop())
+    for device, pool in pools:
+        with device.use():
+            pool.free_all_blocks()
+            if pool.total_bytes():
+                _outlived.append((device, pool))
 
 
 class _CudaPlace:
@@ -128,7 +166,8 @@ class _CudaPlace:
         # A limit of the environment would make the pool give back free blocks.
         self._pool.set_limit(size=0)
         self._queued = cuda.Event(disable_timing=True)
-        self._last: int | None = None
+        self._is_used = False
+        _give_back()
 
     @property
     def nbytes(self) -> int:
@@ -140,21 +179,29 @@ class _CudaPlace:
         return devices.is_capturing()
 
     def begin(self) -> None:
-        """Waits, on the device, for the event of the call before."""
-        stream = devices.cupy().cuda.get_current_stream()
-        if self._last not in (None, stream.ptr):
-            stream.wait_event(self._queued)
+        """Waits, on the device, for the event of the call before.
+
+        On the same stream, too, which costs the device nothing: a new stream may have the address of one that is gone,
+        and each thread's default stream has the same.
+        """
+        if self._is_used:
+            devices.cupy().cuda.get_current_stream().wait_event(self._queued)
 
     def end(self) -> None:
         """Records the event."""
-        stream = devices.cupy().cuda.get_current_stream()
-        self._queued.record(stream)
-        self._last = stream.ptr
+        self._queued.record(devices.cupy().cuda.get_current_stream())
+        self._is_used = True
 
     def wait(self) -> None:
         """Waits for the event."""
-        if self._last is not None:
+        if self._is_used:
             self._queued.synchronize()
+
+    def close(self) -> None:
+        """Leaves the blocks to the pool, and has it give back those that are free."""
+        self._blocks.clear()
+        _outlived.append((self.device, self._pool))
+        _give_back()
 
     def fixed(self, a: Array, layout: str) -> Array:
         """Allocates for the capturing stream."""
@@ -312,13 +359,15 @@ class _Variant:
     """The calls of a signature in which Python decides alike; see Note [host].
 
     Attributes:
-        runs: how many have run since the last failed capture.
+        runs: how many have run on one thread, the last one's, since the last failed capture.
+        thread: that one, whose plans a capture can use.
         graph: what is launched; None before the capture.
         results: what a call gives.
     """
 
     def __init__(self, found: Recording) -> None:
         self.runs = 0
+        self.thread = threading.current_thread()
         self.graph: Any = None
         self.results: Any = None
         self._move = 0
@@ -348,6 +397,17 @@ class _Variant:
     def is_stale(self) -> bool:
         """Says whether parameters have moved since."""
         return self._move != last_move()
+
+    def is_warm(self) -> bool:
+        """Says whether enough has run, here, for a capture: each thread has cuDNN's plans of its own."""
+        return self.runs >= WARM_UP and self.thread is threading.current_thread()
+
+    def has_run(self) -> None:
+        """Counts a run."""
+        # Not by its number, which a thread gets that comes after it.
+        here = threading.current_thread()
+        self.runs = self.runs + 1 if self.thread is here else 1
+        self.thread = here
 
     def fits(self) -> bool:
         """Says whether Python would decide as it did."""
@@ -406,9 +466,11 @@ class _Signature:
         self.inputs = inputs
         self.variants: list[_Variant] = []
 
-    def variant(self) -> _Variant | None:
+    def variant(self, place: Place) -> _Variant | None:
         """Finds the one that a call now is of."""
         if any(variant.is_stale() for variant in self.variants):
+            # A graph may be destroyed while it runs, the code of a plan that it runs may not.
+            place.wait()
             self.variants = [variant for variant in self.variants if not variant.is_stale()]
         return next((variant for variant in self.variants if variant.fits()), None)
 
@@ -422,12 +484,15 @@ class _Graphs:
 
     def clear(self) -> None:
         """Frees everything once the device has done with it."""
-        for place in self.places.values():
-            if place is not None:
-                with place.device.use():
-                    place.wait()
+        places = [place for place in self.places.values() if place is not None]
+        for place in places:
+            with place.device.use():
+                place.wait()
         self.signatures.clear()
         self.places.clear()
+        for place in places:
+            with place.device.use():
+                place.close()
 
 
 class CapturedStep(Generic[P, R]):
@@ -563,7 +628,7 @@ class CapturedStep(Generic[P, R]):
         signature = self._signature(place, key, arrays)
         for a, out in zip(arrays, signature.inputs, strict=True):
             place.fill(a, out)
-        variant = signature.variant()
+        variant = signature.variant(place)
         if variant is not None and variant.graph is not None:
             place.launch(variant.graph)
             variant.done()
@@ -572,7 +637,7 @@ class CapturedStep(Generic[P, R]):
         inputs = iter(signature.inputs)
         args, kwargs = _put(args, inputs), _put(kwargs, inputs)
         step = functools.partial(self._function, *args, **kwargs)
-        if variant is None or variant.runs < WARM_UP:
+        if variant is None or not variant.is_warm():
             return self._warm_up(place, signature, variant, step)
         return self._capture(place, variant, step)
 
@@ -581,6 +646,7 @@ class CapturedStep(Generic[P, R]):
         found = signatures.get(key)
         if found is None:
             while len(signatures) >= self._limit:
+                place.wait()  # as in _Signature.variant
                 _, oldest = signatures.popitem(last=False)
                 if any(variant.graph is not None for variant in oldest.variants):
                     self._warn(
@@ -600,13 +666,14 @@ class CapturedStep(Generic[P, R]):
 
     def _warm_up(self, place: Place, signature: _Signature, variant: _Variant | None, step: Callable[[], Any]) -> Any:
         """Does a step as it is; see Note [calls]."""
-        first = variant is None or variant.runs == 0
+        first = variant is None or variant.runs == 0 or variant.thread is not threading.current_thread()
         with devices.recording(capturing=False) as found:
             results = step() if first else place.run(step)
         if variant is None:
             variant = _Variant(found)
             signature.variants.append(variant)
             if len(signature.variants) > VARIANTS:
+                place.wait()  # as in _Signature.variant
                 del signature.variants[0]
                 self._warn(
                     "finds gradients, or the state of an optimizer or a scaler, in more ways than it keeps graphs for, "
@@ -615,7 +682,7 @@ class CapturedStep(Generic[P, R]):
                 )
         else:
             variant.learn(found)
-        variant.runs += 1
+        variant.has_run()
         # Copies, since their memory is wanted for the capture, and inputs are overwritten.
         return _give("the result", results, lambda a: a.copy(order="K"))
 
@@ -742,7 +809,8 @@ def capture(function: Any = None, *, signatures: int = SIGNATURES) -> Any:
     raises ``CaptureError``, which says what to do, with the step undone and the stream as it was. What flcuda's own
     objects keep on the host, a replay keeps too: whether there are gradients to add to, a scaler's order of calls and
     its news of too many skips, and whether batch norm's statistics are settled. An optimizer's or scaler's options may
-    change, and weights may move to other storage: that is captured anew. Leaves that get gradients must be Parameters.
+    change, and weights may move to other storage: that is captured anew. The gradient of a Tensor that is no Parameter
+    is made anew by each call, so let each begin without one; it is valid for as long as a result.
 
     Args:
         function: the step; None to get a decorator.

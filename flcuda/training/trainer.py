@@ -172,6 +172,7 @@ class Trainer:
         self._classes: int | None = None
         self._batch: _Batch | None = None
         self._captured: CapturedStep[[Tensor, Any], tuple[Tensor, Any]] | None = None
+        self._options: tuple[Any, ...] = ()  # those of the last epoch
         self.history: list[EpochResult] = []
         self.step = 0
         self.last_report: Report | None = None
@@ -239,6 +240,10 @@ class Trainer:
     def _epoch(self, epoch: int, epochs: int, on_report: Callable[[Report], None] | None) -> EpochResult:
         start = time.perf_counter()
         self.model.train()
+        options = self._step_options()
+        if self._captured is not None and self._options not in ((), options):
+            self._captured.reset()
+        self._options = options
         steps = self.steps_per_epoch
         reporter = _Reporter(self, "train", steps * self.batch_size, epoch + 1, epochs, on_report)
         rate = math.nan
@@ -298,6 +303,11 @@ class Trainer:
                 self._release()
                 warnings.warn(f"training without a CUDA graph: {error}", UserWarning, stacklevel=callers_level())
         return self._step(images, target)
+
+    def _step_options(self) -> tuple[Any, ...]:
+        """Lists what the step's Python code reads and somebody may change between two epochs."""
+        trained = tuple([p.requires_grad for p in self.model.parameters()])
+        return (self.model, self.optimizer, self.scaler, self.label_smoothing, trained)
 
     def _release(self) -> None:
         """Gives back what the captured step has."""

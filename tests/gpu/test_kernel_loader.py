@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flcuda import kernel_loader
+from flcuda import amp, kernel_loader, models, optim
+from flcuda import functional as F
+from flcuda.autograd import Tensor
 from flcuda.device import cupy
 from flcuda.errors import KernelCompileError
 
@@ -35,6 +37,26 @@ def test_an_error_names_file_and_line(tmp_path: Path) -> None:
 
 def test_modules_are_kept() -> None:
     assert kernel_loader.load_module("bias") is kernel_loader.load_module("bias")
+
+
+@pytest.mark.parametrize("precision", ["float16", "tf32", "float32", "float64"])
+def test_a_step_launches_nothing_that_was_not_prepared(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_loader, "_modules", {})
+    monkeypatch.setattr(kernel_loader, "_functions", {})
+    monkeypatch.setattr(kernel_loader, "_coming", {})
+    model = models.resnet18(10, precision=precision, device="cuda")
+    ahead = set(kernel_loader._modules) | set(kernel_loader._coming)
+    optimizer = optim.SGD(model, 0.1, momentum=0.9)
+    x = cupy().zeros((4, 3, 224, 224), np.float32)
+    loss = F.cross_entropy(model(Tensor(x)), cupy().zeros(4, np.int64))
+    if precision == "float16":
+        amp.DynamicScaler().step(optimizer, loss)
+    else:
+        loss.backward()
+        optimizer.step()
+    cupy().cuda.get_current_stream().synchronize()
+    # A search may try our own depthwise kernels.
+    assert {key for key in kernel_loader._modules if key[0] != "depthwise"} <= ahead
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in kernel_loader.kernel_dir().glob("*.cu")))

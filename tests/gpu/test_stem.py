@@ -1,20 +1,34 @@
 """The kernels of pooling, of batch norm, ReLU and pooling in one, and of the loss, on a GPU."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import TOLERANCES, assert_close, bits, place, to_numpy
 
+from flcuda import device as devices
 from flcuda import functional as F
-from flcuda import nn
+from flcuda import kernel_loader, nn
 from flcuda.autograd import Tensor
-from flcuda.device import DTYPES, cupy
+from flcuda.device import DTYPES, Device, cupy
 from flcuda.ops import batch_norm, loss, pooling
 
 FAST_SHAPES = [(2, 8, 9, 8), (1, 4, 8, 4), (3, 12, 1, 12), (5, 64, 112, 112), (1, 1024, 6, 4), (3, 36, 7, 20)]
 # No vectors of channels or columns, or none that are aligned.
 OTHER_SHAPES = [(2, 5, 9, 7), (1, 2051, 3, 3), (2, 3, 33, 21)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead() -> None:
+    """One after another the modules would take most of the time of these tests."""
+    kinds = kernel_loader.SUFFIXES.values()
+    parts = itertools.product(range(1, 7), kinds)
+    modules = [("pooling", (f"POOL_PART={part}", f"POOL_KIND={kind}")) for part, kind in parts]
+    # Of float64 there are none.
+    missing = {(f"POOL_PART={part}", "POOL_KIND=f64") for part in (2, 3)}
+    modules = [(name, defines) for name, defines in modules if defines not in missing]
+    kernel_loader.prepare([*modules, *(("loss", loss.defines_of(kind)) for kind in kinds)])
 
 
 def _wide(dtype: str) -> Any:
@@ -80,6 +94,26 @@ def test_pooled_batch_norm(shape: tuple[int, ...], dtype: str, layout: str, rng:
         for number, (result, expected) in enumerate(zip(runs[0], wanted, strict=True)):
             kind = compute if number else dtype
             assert_close(result, expected.astype(np.float64), kind, f"{count}: {number}", 16)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_more_elements_than_31_bits_count(layout: str) -> None:
+    shape = (2, 64, 1 << 12, (1 << 12) + 4)
+    device = Device("cuda", cupy().cuda.runtime.getDevice())
+    x = devices.zeros(shape, DTYPES["float16"], device=device, layout=layout)
+    assert x.size > 1 << 31
+    x[-1, :, -1, -1] = 4
+    ones, zeros = cupy().ones(64, np.float32), cupy().zeros(64, np.float32)
+    norm = batch_norm.Norm(ones, zeros, zeros, ones)
+    y, saved = pooling.batch_norm_relu_max_pool_forward(x, norm, 3, 2, 1)
+    np.testing.assert_array_equal(y[-1, :, -1, -1].get(), np.full(64, 4))
+    assert int((y != 0).sum()) == 64
+    dx, dweight, dbias = pooling.batch_norm_relu_max_pool_backward([y], saved)
+    np.testing.assert_array_equal(dbias.get(), np.full(64, 4))
+    np.testing.assert_array_equal(dweight.get(), np.full(64, 16))
+    # All but the means of the gradient, which are nothing in float16, goes to the last place.
+    np.testing.assert_allclose(dx[-1, :, -1, -1].get().astype(np.float64), np.full(64, 4), rtol=1e-3)
+    assert int((abs(dx) > 1e-3).sum()) == 64
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])

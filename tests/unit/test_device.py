@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flcuda import device
+from flcuda.data.sample import CudaLink
 from flcuda.device import CPU, Device
 from flcuda.errors import DeviceNotFoundError
 
@@ -154,6 +155,35 @@ def test_a_cupy_that_another_thread_is_importing_is_waited_for(tmp_path: Path) -
     for what in ("device.is_capturing()", "device.driver()['cuda_driver'] == 2"):
         command = [sys.executable, "-c", code.format(what=what)]
         subprocess.run(command, check=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [(None, True), (906, True), (100, False), (35, False), (900, "raises")]
+)
+def test_whether_a_stream_captures_that_cannot_say_so(status: Any, expected: Any, monkeypatch: Any) -> None:
+    """Of a capture that an error has made invalid CuPy raises a RuntimeError of no status."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def is_capturing() -> bool:
+        error = RuntimeError("the stream was capturing, but ...") if status is None else CUDARuntimeError()
+        error.status = status  # type: ignore[union-attr]
+        raise error
+
+    stream = SimpleNamespace(is_capturing=is_capturing)
+    runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError)
+    cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    link = CudaLink.__new__(CudaLink)
+    link.device, link._cuda = device.CPU, cuda
+    if expected == "raises":
+        with pytest.raises(CUDARuntimeError):
+            device.is_capturing()
+        return
+    assert device.is_capturing() is expected
+    if expected:
+        assert link.is_capturing(stream)
 
 
 # --- arrays in ------------------------------------------------------------------------------------------------------

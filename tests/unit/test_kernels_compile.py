@@ -1,13 +1,19 @@
 """Every kernel file compiles for every architecture, with no GPU; and what the loader says when one does not."""
 
+import contextlib
 import functools
 import re
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flcuda import kernel_loader
 from flcuda.errors import KernelCompileError, LibraryNotFoundError
+from flcuda.ops import batch_norm
+from flcuda.ops.preparation import step_modules
 
 
 def _nvrtc_version() -> int | None:
@@ -98,6 +104,83 @@ def test_a_header_edit_changes_the_source(tmp_path: Path) -> None:
     assert kernel_loader.source("probe", folder) == before
     (folder / "more.cuh").write_text("")
     assert kernel_loader.source("probe", folder) != before
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Puts a compiler in NVRTC's place that takes its time and refuses "optimizer"; gives file, thread and device."""
+    seen: list[tuple[str, str, int]] = []
+    current = threading.local()
+
+    class Place(contextlib.AbstractContextManager[None]):
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.index = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current.index = 0
+
+    def new_module(name: str, text: str, flags: tuple[str, ...]) -> object:
+        time.sleep(0.05)
+        seen.append((name, threading.current_thread().name, current.index))
+        if name == "optimizer":
+            raise KernelCompileError(f"kernels/{name}.cu", "refused")
+        return object()
+
+    runtime = SimpleNamespace(getDevice=lambda: getattr(current, "index", 0))
+    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=Place))
+    monkeypatch.setattr(kernel_loader, "cupy", lambda: fake)
+    monkeypatch.setattr(kernel_loader, "new_module", new_module)
+    monkeypatch.setattr(kernel_loader, "options", lambda: ())
+    monkeypatch.setattr(kernel_loader, "_modules", {})
+    monkeypatch.setattr(kernel_loader, "_coming", {})
+    monkeypatch.setattr("flcuda.kernel_loader.os.cpu_count", lambda: 8)
+    return seen
+
+
+def test_files_are_compiled_ahead_at_the_same_time(compiled: list[tuple[str, str, int]]) -> None:
+    kernel_loader.load_module("loss")
+    with kernel_loader.cupy().cuda.Device(1):
+        begin = time.perf_counter()
+        kernel_loader.prepare([("bias", ()), ("loss", ()), ("loss", ()), ("finite", ("A=1",)), ("optimizer", ())])
+        kernel_loader.prepare([("bias", ())])
+        assert time.perf_counter() - begin < 0.05
+        module = kernel_loader.load_module("bias")
+        assert kernel_loader.load_module("bias") is module
+        for name, defines in (("loss", ()), ("finite", ("A=1",))):
+            kernel_loader.load_module(name, defines)
+        for _ in range(2):
+            with pytest.raises(KernelCompileError, match="refused"):
+                kernel_loader.load_module("optimizer")
+    assert not kernel_loader._coming
+    main = threading.current_thread().name
+    assert [name for name, thread, _ in compiled if thread == main] == ["loss", "optimizer"]
+    ahead = [(name, device) for name, thread, device in compiled if thread != main]
+    assert sorted(ahead) == [("bias", 1), ("finite", 1), ("loss", 1), ("optimizer", 1)]
+    assert len({thread for _, thread, _ in compiled}) == 5
+
+
+@needs_nvrtc
+def test_a_step_s_files_have_the_kernels_of_their_dtypes() -> None:
+    names = set()
+    for name, defines in step_modules("float16", "nhwc", pooled=True):
+        names.add(name)
+        if defines:
+            kernels = kernel_loader.compile_to_cubin(name, 90, defines=defines)
+            assert b"_f16" in kernels
+            assert b"_bf16" not in kernels
+    assert names == set(NAMES) - {"augment", "depthwise", "images"}
+
+
+def test_a_step_s_files_depend_on_what_it_is() -> None:
+    float32 = step_modules("float32", "nchw", pooled=False)
+    assert ("batch_norm", batch_norm.defines_of("scalar", "nchw", "f32")) in float32
+    assert ("finite", ()) not in float32
+    assert [defines for name, defines in float32 if name == "pooling"] == [("POOL_PART=4", "POOL_KIND=f32")]
+    parts = [defines[0] for name, defines in step_modules("float64", "nchw", pooled=True) if name == "pooling"]
+    assert parts == ["POOL_PART=1", "POOL_PART=5", "POOL_PART=4"]
 
 
 def test_an_unknown_file_is_named() -> None:

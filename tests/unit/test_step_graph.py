@@ -55,6 +55,9 @@ class FakePlace:
     def wait(self) -> None:
         self.calls.append("wait")
 
+    def close(self) -> None:
+        self.calls.append("close")
+
     def fixed(self, a: Any, layout: str) -> Any:
         out = device.empty(a.shape, a.dtype, device=CPU, layout=layout)
         out[...] = 0
@@ -115,6 +118,8 @@ def set_states(states: list[tuple[Any, dict[str, Any]]]) -> None:
 def state_of(o: Any) -> dict[str, Any]:
     if isinstance(o, Parameter):
         return {"grad": o.grad, "buffer": o.buffer}
+    if isinstance(o, Tensor):
+        return {"grad": o.grad}
     if hasattr(o, "__slots__"):
         return {name: getattr(o, name) for name in o.__slots__}
     return {name: copy.copy(v) if isinstance(v, list | dict) else v for name, v in vars(o).items()}
@@ -654,6 +659,68 @@ def test_threads_take_turns(places):
     assert step.captured == 4
 
 
+def test_a_thread_captures_only_what_it_has_run_itself(places):
+    """cuDNN's plans are a thread's own, and to make them is no work for a capture."""
+    step = flcuda.capture(lambda x: x + 1)
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            step(np.zeros(2))
+
+    def elsewhere(times: int) -> None:
+        thread = threading.Thread(target=call, args=(times,))
+        thread.start()
+        thread.join()
+
+    call(WARM_UP)
+    elsewhere(WARM_UP)
+    assert step.captured == 0
+    call(WARM_UP)
+    assert places[0].calls.count("run") == 3 * (WARM_UP - 1)
+    assert step.captured == 0
+    call(1)
+    assert step.captured == 1
+    elsewhere(3)
+    assert places[0].calls.count("launch") == 4
+    assert places[0].calls.count("run") == 3 * (WARM_UP - 1)
+
+
+def test_graphs_are_let_go_of_when_the_device_has_done_with_them(places):
+    step = flcuda.capture(lambda x: x + 1, signatures=1)
+    [step(np.zeros(1)) for _ in range(3)]
+    places[0].calls.clear()
+    with pytest.warns(UserWarning, match="more than 1 kinds"):
+        step(np.zeros(2))
+    assert "wait" in places[0].calls
+    model = nn.Linear(2, 2, device="cpu", seed=1)
+    forward = flcuda.capture(lambda x: model(x))
+    [forward(np.zeros((1, 2), np.float32)) for _ in range(3)]
+    optim.SGD(model, 0.1)
+    places[1].calls.clear()
+    forward(np.zeros((1, 2), np.float32))
+    assert places[1].calls[:2] == ["begin", "wait"]
+
+
+@pytest.mark.parametrize("way", ["outside", "inside"])
+def test_gradients_of_leaves_that_are_no_parameters(way, places):
+    """Of one that the step finds, and of one that it makes each time."""
+    w = Tensor(np.full(3, 2.0), requires_grad=True)
+
+    @flcuda.capture
+    def step(x: Any) -> Any:
+        leaf = w if way == "outside" else Tensor(x.copy(), requires_grad=True)
+        F.relu(leaf).backward(x * 3)
+        return leaf.grad if way == "inside" else None
+
+    for i in range(6):
+        grad = step(np.full(3, float(i)))
+        if way == "outside":
+            places[0].world = lambda: [w]
+            grad, w.grad = w.grad, None
+        np.testing.assert_array_equal(grad, np.full(3, 3.0 * i))
+    assert step.captured == 1
+
+
 def test_methods_and_copies_have_graphs_of_their_own(places):
     class Net(nn.Module):
         def __init__(self, by: float) -> None:
@@ -694,14 +761,14 @@ def test_reset_close_and_the_end(places):
     [step(np.zeros(2)) for _ in range(4)]
     assert step.nbytes == 100
     step.reset()
-    assert places[0].calls[-1] == "wait"
+    assert places[0].calls[-2:] == ["wait", "close"]
     assert (step.captured, step.nbytes) == (0, 0)
     [step(np.zeros(2)) for _ in range(4)]
     assert step.captured == 1
     with step as same:
         assert same is step
     step.close()
-    assert places[1].calls[-1] == "wait"
+    assert places[1].calls[-2:] == ["wait", "close"]
     with pytest.raises(FlcudaError, match=r"<captured step .*function: closed> cannot be called"):
         step(np.zeros(2))
     other = flcuda.capture(function)
@@ -710,7 +777,7 @@ def test_reset_close_and_the_end(places):
     del other
     gc.collect()
     assert gone() is None
-    assert place.calls[-1] == "wait"
+    assert place.calls[-2:] == ["wait", "close"]
     np.testing.assert_array_equal(result, [1, 1])
 
 
@@ -751,11 +818,15 @@ def captured_trainer(places: list[FakePlace], monkeypatch: pytest.MonkeyPatch) -
     def epoch(self: Trainer, *args: Any) -> Any:
         if self._captured is None:
             self._captured = CapturedStep(self._step)
-            self._captured._place(CPU)
             homes = [arena._home for arena in self.model.arenas]
             flats = [_Flags(a) for a in self.optimizer._velocity]  # type: ignore[attr-defined]
             everything = [*self.model.parameters(), *self.model.arenas, *homes, *self.model.statistics]
-            places[-1].world = lambda: [*everything, self.optimizer, *flats]
+
+            def new_place(_: Any) -> FakePlace:
+                places.append(FakePlace(lambda: [*everything, self.optimizer, *flats]))
+                return places[-1]
+
+            monkeypatch.setattr(step_graph, "_new_place", new_place)
         return fit(self, *args)
 
     monkeypatch.setattr(Trainer, "_epoch", epoch)
@@ -767,7 +838,7 @@ def test_the_trainer_trains_as_without_graphs(places, monkeypatch):
     ours = captured_trainer(places, monkeypatch)
     found = ours.fit(3)
     assert places[-1].calls.count("launch") == 15 - WARM_UP
-    assert places[-1].calls[-1] == "wait"
+    assert places[-1].calls[-2:] == ["wait", "close"]
     for a, b in zip(found, expected, strict=True):
         assert (a.train_loss, a.train_accuracy, a.test_loss) == (b.train_loss, b.train_accuracy, b.test_loss)
 
@@ -787,6 +858,25 @@ def test_the_trainer_goes_on_without_a_graph_where_there_can_be_none(places, mon
         found = ours.fit(1)
     assert found[0].train_loss == expected[0].train_loss
     assert ours.step == 5
+
+
+@pytest.mark.parametrize("change", ["freeze", "label_smoothing"])
+def test_the_trainer_captures_anew_what_is_changed_between_epochs(change, places, monkeypatch):
+    def alter(ours: Trainer) -> Callable[[Any], None]:
+        def altered(result: Any) -> None:
+            if result.epoch == 2 and change == "freeze":
+                ours.model[2].bias.requires_grad = False  # type: ignore[index]
+            elif result.epoch == 2:
+                ours.label_smoothing = 0.3
+
+        return altered
+
+    theirs = trainer()
+    expected = theirs.fit(4, on_epoch=alter(theirs))
+    ours = captured_trainer(places, monkeypatch)
+    found = ours.fit(4, on_epoch=alter(ours))
+    assert sum(place.calls.count("capture") for place in places) == 2
+    assert [r.train_loss for r in found] == [r.train_loss for r in expected]
 
 
 def test_the_trainer_looks_at_labels_before_a_replay(places, monkeypatch):
@@ -814,6 +904,7 @@ class FakeCuda:
         self.current = FakeStream(self, "caller")
         self.allocator = "default"
         self.broken = False
+        self.full = 0
         self.pools: list[Any] = []
 
     def get_current_stream(self) -> Any:
@@ -832,6 +923,11 @@ class FakeCuda:
         return pool
 
     def Memory(self, size: int) -> Any:
+        if self.full:
+            self.full -= 1
+            error = CUDARuntimeError("out of memory")
+            error.status = 2
+            raise error
         return FakeMemory(size)
 
     def MemoryPointer(self, memory: Any, offset: int) -> Any:
@@ -855,12 +951,21 @@ class FakeMemory:
 
 
 class FakePool:
+    """As CuPy's: of what is free nothing is given back unless it is asked to, and then not what is in use."""
+
     def __init__(self, cuda: FakeCuda, allocator: Any) -> None:
         self.allocator = allocator
         self.malloc = "malloc"
+        self.in_use = 0
 
     def set_limit(self, size: int) -> None:
         assert size == 0
+
+    def free_all_blocks(self) -> None:
+        self.is_asked = True
+
+    def total_bytes(self) -> int:
+        return self.in_use
 
 
 class FakeEvent:
@@ -939,10 +1044,11 @@ def test_a_warm_up_run_is_between_what_the_caller_queues(fake_cuda):
         ("record", "queued", "caller"),
     ]
     fake_cuda.log.clear()
+    # Also on a stream of the same address: it may be a new one, or another thread's default stream.
     place.begin()
     with FakeStream(fake_cuda, "another"):
         place.begin()
-    assert fake_cuda.log == [("wait", "another", "queued")]
+    assert fake_cuda.log == [("wait", "caller", "queued"), ("wait", "another", "queued")]
     place.wait()
     assert fake_cuda.log[-1] == ("synchronize", "queued")
 
@@ -968,6 +1074,37 @@ def test_a_capture_is_on_the_own_stream_in_private_memory_without_collections(fa
         assert [ref() for ref in (*blocks, *fake_cuda.pools)] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_closed_place_has_its_pool_give_the_memory_back(fake_cuda):
+    first, second = (step_graph._CudaPlace(CPU) for _ in range(2))
+    pools = [first._pool, second._pool]
+    first._pool.allocator(512)
+    block = weakref.ref(first._blocks[0])
+    pools[0].in_use = 512  # somebody has a result
+    first.close()
+    second.close()
+    assert (block(), first.nbytes) == (None, 0)
+    assert [pool.is_asked for pool in pools] == [True, True]
+    # What is not free yet is looked at again.
+    assert step_graph._outlived == [(CPU, pools[0])]
+    pools[0].in_use, pools[0].is_asked = 0, False
+    step_graph._CudaPlace(CPU)
+    assert pools[0].is_asked
+    assert step_graph._outlived == []
+
+
+def test_memory_that_is_short_is_an_error_by_which_the_pool_keeps_its_blocks(fake_cuda):
+    """CuPy's pool lets go of all free blocks at CUDA's own error."""
+    place = step_graph._CudaPlace(CPU)
+    fake_cuda.full = 1
+    place._pool.allocator(512)
+    assert (fake_cuda.log, place.nbytes) == (["trim"], 512)
+    fake_cuda.full = 2
+    with pytest.raises(MemoryError, match="no room for a block of 1,024 bytes") as caught:
+        place._pool.allocator(1024)
+    assert not isinstance(caught.value, CUDARuntimeError)
+    assert step_graph._advice(caught.value) == step_graph._MEMORY
 
 
 @pytest.mark.parametrize("broken", [False, True])
