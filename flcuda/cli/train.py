@@ -190,6 +190,7 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
         "interrupted": interrupted,
         "seconds": seconds,
         "history": [asdict(result) for result in trainer.history],
+        "loader_memory": asdict(trainer.loader_memory),
         "versions": _versions(device),
     }
     _print_summary(console, summary, trainer)
@@ -325,6 +326,8 @@ def _print_summary(console: "Console", summary: dict[str, Any], trainer: "Traine
                 f"{result.seconds:.1f}",
             )
         console.print(table)
+        if trainer.loader_memory.slots and trainer.device.kind == "cuda":
+            _say(console, f"The loader held {trainer.loader_memory}")
         _say(console, f"Test accuracy {trainer.history[-1].test_accuracy:.4f} after {summary['seconds']:.1f} s")
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     _say(console, f"{summary['precision']} on {summary['device']}; {versions}")

@@ -112,14 +112,11 @@ class Chain:
         Raises:
             ValueError: a negative epoch.
         """
-        number = operator.index(epoch)
-        if number < 0:
-            raise ValueError(f"epoch must not be negative, not {epoch}")
-        self.epoch = number
+        self.epoch = whole_number("epoch", epoch, 0)
         for dataset in self._inner:
             below = getattr(dataset, "set_epoch", None)
             if callable(below):
-                below(number)
+                below(self.epoch)
 
 
 class SampleChain(Chain):
@@ -388,6 +385,17 @@ class _Note(str):
         note = super().__new__(cls, text)
         note.source = source
         return note
+
+
+def whole_number(name: str, value: object, least: int | None = None) -> int:
+    """Returns an argument that must be a whole number; TypeError or ValueError name it and its value."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return number
 
 
 def checked_index(index: int, length: int) -> int:

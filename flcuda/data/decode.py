@@ -6,15 +6,17 @@ are decoded on the GPU: by its JPEG engine where there is one, else by its kerne
 nvImageCodec's own CPU code. Everything else (PNG and the like, CMYK, RGB and cut-off JPEG files) and every file that
 nvImageCodec refuses goes to Pillow, so that an odd file looks the same on both devices, or is named in the same error.
 
-Note [turns]: what Python does for a batch of 128 files takes as long as the GPU's JPEG engine does (4 of 5 ms). Two
-threads that do it at the same time hand the interpreter to each other at every system call and take three times as long
-together. So they take turns, while the engine decodes for the others. Only files that are not in the system's cache are
-read by all at once: there the waiting is long, and worth sharing.
+Note [turns]: what Python does for a batch of 128 files takes some milliseconds, and the GPU's JPEG engine no more than
+5. Two threads that do it at the same time hand the interpreter to each other at every system call and take three times
+as long together. So they take turns, while the engine decodes for the others. Only files that are not in the system's
+cache are read by all at once: there the waiting is long, and worth sharing.
+
+Note [blocks]: files for nvImageCodec are read into blocks of memory that are used again and again. New memory for each
+file costs several times what reading it does: the system clears it page by page, and takes it back from all cores.
 """
 
 import errno
 import io
-import operator
 import os
 import struct
 import threading
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
+from flcuda.data.chain import whole_number
 from flcuda.data.images import ImageBatch, places_of
 from flcuda.data.nvimgcodec import Nvimgcodec, PlacedImage, find_nvimgcodec
 from flcuda.device import CPU, Device, resolve
@@ -72,6 +75,12 @@ _TURNS = {
 }
 _KEPT_ERRORS = 100
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+# See Note [blocks]. A block has room for some hundred photographs; what is left at its end is not used when it is less
+# than most of them take.
+_BLOCK_BYTES = 8 << 20
+_LEAST_ROOM = 256 << 10
+# That are kept between batches: of three batches under way, each of 128 photographs of 150 KiB.
+_KEPT_BLOCKS = 8
 # Most photographs of data sets are smaller; a larger buffer costs more than it saves.
 _FIRST_READ = 128 << 10
 _LATER_READ = 4 << 20
@@ -110,7 +119,7 @@ def pillow_image(source: Path | str | bytes, channels: int, name: str | None = N
         raise ValueError(f"channels must be 1 or 3, not {channels}")
     source = _checked_source(source)
     name = _name_of(source) if name is None else name
-    content = _content(source, name)
+    content = _content(source, name, _read)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
             opened.load()
@@ -228,6 +237,8 @@ class Decoder:
         # See Note [turns].
         self._turn = threading.Lock()
         self._files_are_slow = False
+        # Those that no batch is read into.
+        self._blocks: list[memoryview] = []
         self._engine: Nvimgcodec | None = None
         self._engine_sought = False
 
@@ -308,7 +319,9 @@ class Decoder:
         self._sort_out(results, names)
         return results
 
-    def _decode_all(self, sources: Sequence[Path | bytes], names: Sequence[str], places: Sequence[int]) -> list[Any]:
+    def _decode_all(
+        self, sources: Sequence[Path | bytes | memoryview], names: Sequence[str], places: Sequence[int]
+    ) -> list[Any]:
         """Returns pixels, or the errors; where one is raised, nothing is decoded after it."""
         # The first that failed, where one is raised.
         first = [len(sources)]
@@ -316,8 +329,9 @@ class Decoder:
         def one(place: int) -> Any:
             if place > first[0]:
                 return None
+            source = sources[place]
             try:
-                return decode(sources[place], self.channels, names[place])
+                return decode(bytes(source) if isinstance(source, memoryview) else source, self.channels, names[place])
             except (DecodeError, OSError) as error:
                 if self.on_error == "raise":
                     first[0] = min(first[0], place)
@@ -327,13 +341,14 @@ class Decoder:
 
     def _decode_on_device(self, engine: Nvimgcodec, sources: Sequence[Path | bytes], names: Sequence[str]) -> Decoded:
         results: list[Any] = [None] * len(sources)
+        memory = _FileMemory(self._blocks)
         if self._files_are_slow:
-            contents = self._read_all(sources, names, results)
+            contents = self._read_all(memory, sources, names, results)
             with self._turn:
                 streams, others = _sorted_by_engine(engine, contents)
         else:
             with self._turn:
-                contents = self._read_all(sources, names, results)
+                contents = self._read_all(memory, sources, names, results)
                 streams, others = _sorted_by_engine(engine, contents)
         # While nothing of nvImageCodec's is taken, which other threads wait for.
         _put(results, others, self._decode_all(contents, names, others))
@@ -343,15 +358,19 @@ class Decoder:
             _put(results, refused, self._decode_all(contents, names, refused))
             kept, errors = self._sort_out(results, names)
             batch = self._placed(engine, [results[place] for place in kept.tolist()]) if len(kept) else None
+        # Not after an error: who knows who still reads them.
+        memory.give_back()
         return Decoded(batch, kept, errors)
 
-    def _read_all(self, sources: Sequence[Path | bytes], names: Sequence[str], results: list[Any]) -> list[bytes]:
+    def _read_all(
+        self, memory: "_FileMemory", sources: Sequence[Path | bytes], names: Sequence[str], results: list[Any]
+    ) -> list[bytes | memoryview]:
         """Returns the bytes of files; none of those that fail, whose errors are results, and of what is not read."""
-        contents = [b""] * len(sources)
+        contents: list[bytes | memoryview] = [b""] * len(sources)
         start = time.perf_counter()
-        for place, (source, name) in enumerate(zip(sources, names, strict=True)):
+        for place, source in enumerate(sources):
             try:
-                contents[place] = _content(source, name)
+                contents[place] = _content(source, names[place], memory.read)
             except (DecodeError, OSError) as error:
                 results[place] = error
                 if self.on_error == "raise":
@@ -425,8 +444,9 @@ class Decoder:
         return self._engine
 
     def close(self) -> None:
-        """Frees what nvImageCodec holds; the next batch starts anew."""
+        """Frees what nvImageCodec holds and what files were read into; the next batch starts anew."""
         with self._lock:
+            self._blocks = []
             self._engine = None
             self._engine_sought = False
 
@@ -437,7 +457,46 @@ class Decoder:
         self.close()
 
 
-def _sorted_by_engine(engine: Nvimgcodec, contents: Sequence[bytes]) -> tuple[dict[int, Any], list[int]]:
+class _FileMemory:
+    """Where the files of one batch are read into; see Note [blocks].
+
+    Args:
+        free: blocks that nobody uses: taken from here, and given back.
+    """
+
+    def __init__(self, free: list[memoryview]) -> None:
+        self._free = free
+        self._taken: list[memoryview] = []
+        self._room = memoryview(b"")
+
+    def read(self, path: Path) -> bytes | memoryview:
+        """Returns a file's bytes; a view of a block is valid until `give_back`."""
+        if len(self._room) < _LEAST_ROOM:
+            try:
+                # Other threads take some as well.
+                self._room = self._free.pop()
+            except IndexError:
+                self._room = memoryview(bytearray(_BLOCK_BYTES))
+            self._taken.append(self._room)
+        room = self._room
+        descriptor = os.open(path, _READ_ONLY)
+        try:
+            size = os.readv(descriptor, (room,))
+            if size == len(room):
+                return _with_rest(descriptor, bytes(room))
+        finally:
+            os.close(descriptor)
+        self._room = room[size:]
+        return room[:size]
+
+    def give_back(self) -> None:
+        """Ends the use of all that was read; of the blocks some are kept."""
+        taken, self._taken = self._taken, []
+        self._room = memoryview(b"")
+        self._free += taken[: max(0, _KEPT_BLOCKS - len(self._free))]
+
+
+def _sorted_by_engine(engine: Nvimgcodec, contents: Sequence[bytes | memoryview]) -> tuple[dict[int, Any], list[int]]:
     """Returns nvImageCodec's views of the files that it decodes, by place, and the places of the others."""
     streams = {}
     others = []
@@ -462,17 +521,6 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return f"not a {_FORMAT_WORDS} image"
     return str(error) or type(error).__name__
-
-
-def whole_number(name: str, value: object, least: int) -> int:
-    """Returns an argument that must be a whole number; TypeError or ValueError name it and its value."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return number
 
 
 def _checked_source(source: object, what: str = "source") -> Path | bytes:
@@ -511,14 +559,11 @@ def _name_of(source: Path | bytes, place: int | None = None) -> str:
     return str(source)
 
 
-def _content(source: Path | bytes, name: str) -> bytes:
-    if isinstance(source, bytes):
-        content = source
-    else:
-        try:
-            content = _read(source)
-        except IsADirectoryError as error:
-            raise DecodeError(name, "is a folder, not an image") from error
+def _content(source: Path | bytes, name: str, read: Callable[[Path], bytes | memoryview]) -> bytes | memoryview:
+    try:
+        content = source if isinstance(source, bytes) else read(source)
+    except IsADirectoryError as error:
+        raise DecodeError(name, "is a folder, not an image") from error
     if not content:
         raise DecodeError(name, "is empty")
     return content
@@ -528,15 +573,18 @@ def _read(path: Path) -> bytes:
     """Returns a file's bytes, with half the system calls of `Path.read_bytes`: see Note [turns]."""
     descriptor = os.open(path, _READ_ONLY)
     try:
-        parts = [os.read(descriptor, _FIRST_READ)]
-        # Only the end of a file is less than was asked for.
-        asked = _FIRST_READ
-        while len(parts[-1]) == asked:
-            asked = _LATER_READ
-            parts.append(os.read(descriptor, asked))
+        start = os.read(descriptor, _FIRST_READ)
+        return start if len(start) < _FIRST_READ else _with_rest(descriptor, start)
     finally:
         os.close(descriptor)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _with_rest(descriptor: int, start: bytes) -> bytes:
+    """Returns the beginning of a file with all that comes after it: only the end is less than was asked for."""
+    parts = [start, os.read(descriptor, _LATER_READ)]
+    while len(parts[-1]) == _LATER_READ:
+        parts.append(os.read(descriptor, _LATER_READ))
+    return b"".join(parts)
 
 
 def _orientation(image: Image.Image) -> int:

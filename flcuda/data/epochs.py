@@ -4,7 +4,6 @@ Orders are permutations of (seed, epoch): any batch of any epoch can be asked fo
 training that is taken up again at step k gets what it would have got.
 """
 
-import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -24,6 +23,7 @@ from flcuda.data.chain import (
     require_any,
     sample_numbers,
     sample_of,
+    whole_number,
 )
 from flcuda.data.dataset import epoch_order
 from flcuda.data.transforms import Draws
@@ -45,7 +45,7 @@ class ShuffleDataset(SampleChain):
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
         super().__init__(dataset, length=len(dataset))
         self.dataset = dataset
-        self.seed = operator.index(seed)
+        self.seed = whole_number("seed", seed)
         self._orders = _Orders(len(dataset), self.seed)
 
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
@@ -85,14 +85,14 @@ class BatchDataset(Chain):
     def __init__(self, dataset: Dataset, batch_size: int | Sequence[int], policy: str = "include-last") -> None:
         count = len(dataset)
         if isinstance(batch_size, Sequence | np.ndarray):
-            sizes = [_at_least_one("batch_size", size) for size in batch_size]
+            sizes = [whole_number("batch_size", size, 1) for size in batch_size]
             if sum(sizes) != count:
                 raise ValueError(f"batch_size: the {len(sizes)} sizes are {sum(sizes)} samples, not all {count}")
             if policy != "include-last":
                 raise ValueError(f"policy {policy!r} says nothing about a sequence of sizes: leave it out")
             bounds = np.cumsum([0, *sizes], dtype=np.int64)
         else:
-            size = _at_least_one("batch_size", batch_size)
+            size = whole_number("batch_size", batch_size, 1)
             steps = _steps(count, size, policy)
             bounds = np.minimum(np.arange(steps + 1, dtype=np.int64) * size, count)
         super().__init__(dataset, length=len(bounds) - 1)
@@ -160,13 +160,13 @@ class DistributedDataset(Chain):
         seed: int | None = 0,
         policy: str = "include-last",
     ) -> None:
-        self.world_size = _at_least_one("world_size", world_size)
-        self.rank = operator.index(rank)
+        self.world_size = whole_number("world_size", world_size, 1)
+        self.rank = whole_number("rank", rank)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be from 0 to {self.world_size - 1}, not {rank}")
-        self.batch_size = _at_least_one("batch_size", batch_size)
-        self.repeats = _at_least_one("repeats", repeats)
-        self.seed = None if seed is None else operator.index(seed)
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.repeats = whole_number("repeats", repeats, 1)
+        self.seed = None if seed is None else whole_number("seed", seed)
         self.policy = policy
         self.dataset = dataset
         self._total = len(dataset) * self.repeats
@@ -270,7 +270,7 @@ def batch_indices(
     Raises:
         ValueError: a batch size below 1, an unknown policy, or a count that does not divide under "divisible-only".
     """
-    size = _at_least_one("batch_size", batch_size)
+    size = whole_number("batch_size", batch_size, 1)
     steps = _steps(count, size, last, policy_name="last")
     order = np.arange(count, dtype=np.int64) if seed is None else epoch_order(count, seed, epoch)
     return [order[step * size : (step + 1) * size] for step in range(steps)]
@@ -327,10 +327,3 @@ def _steps(count: int, size: int, policy: str, size_name: str = "batch_size", *,
     if policy == "divisible-only" and count % size:
         raise ValueError(f"{size_name} {size} does not divide the {count} samples ({policy_name}='divisible-only')")
     return count // size if policy == "skip-last" else -(-count // size)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    return number

@@ -37,18 +37,24 @@ class ImageFiles:
 
     Args:
         files: image files.
-        labels: int64 (N,), one a file.
+        labels: integers (N,), one a file.
         decoder: None decodes on the host, to three channels, and raises.
 
     Raises:
-        ValueError: different lengths.
+        TypeError: labels that are no integers.
+        ValueError: labels that are not (N,), or different lengths.
     """
 
-    def __init__(self, files: Sequence[Path], labels: NDArray[np.int64], decoder: Decoder | None = None) -> None:
-        if len(files) != len(labels):
-            raise ValueError(f"files and labels must have one length, not {len(files)} and {len(labels)}")
+    def __init__(self, files: Sequence[Path], labels: ArrayLike, decoder: Decoder | None = None) -> None:
+        numbers = np.asarray(labels)
+        if numbers.ndim != 1:
+            raise ValueError(f"labels must be (N,), not {numbers.shape}")
+        if len(files) != len(numbers):
+            raise ValueError(f"files and labels must have one length, not {len(files)} and {len(numbers)}")
+        if len(numbers) and numbers.dtype.kind not in "iu":
+            raise TypeError(f"labels must be integers, not {numbers.dtype}")
         self.files = tuple(files)
-        self.labels = np.asarray(labels, np.int64)
+        self.labels: NDArray[np.int64] = numbers.astype(np.int64, copy=False)
         self.decoder = Decoder() if decoder is None else decoder
 
     def __len__(self) -> int:

@@ -21,7 +21,6 @@ touch a stream of the consumer's. The consumer cannot take, release or first rea
 
 import contextlib
 import enum
-import operator
 import os
 import threading
 import time
@@ -33,7 +32,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from numpy.typing import NDArray
 
 from flcuda import device as devices
-from flcuda.data.chain import Chain, Dataset, add_note, sample_kept
+from flcuda.data.chain import Chain, Dataset, add_note, sample_kept, whole_number
 from flcuda.data.sample import CudaLink, Link, Ring, RingMemory, Sample
 from flcuda.data.transforms import Draws, Transform
 from flcuda.device import Device
@@ -101,8 +100,8 @@ class PrefetchDataset:
         start: step at which the next iteration begins.
 
     Raises:
-        ValueError: an argument out of range.
-        TypeError: transforms for a data set that is not one of batches.
+        ValueError: an argument out of range; names it.
+        TypeError: a number that is not whole, or transforms for a data set that is not one of batches.
         DeviceNotFoundError: the device is not here.
     """
 
@@ -117,22 +116,22 @@ class PrefetchDataset:
         *,
         seed: int = 0,
     ) -> None:
-        self.depth = _at_least("depth", depth, 1)
-        if workers is None:
-            workers = _best_workers(dataset)
-        self.workers = _at_least("workers", workers, 0)
+        self.depth = whole_number("depth", depth, 1)
+        asked = None if workers is None else whole_number("workers", workers, 0)
         self.transforms = tuple(transforms)
         is_changed = any(transform is not None for transform in self.transforms)
         if is_changed and not callable(getattr(dataset, "draws", None)):
             raise TypeError(
                 f"transforms need a data set of batches, such as BatchDataset, not a {type(dataset).__name__}"
             )
-        self.start = _at_least("start", start, 0)
+        self.start = whole_number("start", start, 0)
         if self.start > len(dataset):
             raise ValueError(f"start must be at most the {len(dataset)} steps of an epoch, not {start}")
         self.dataset = dataset
-        self.seed = operator.index(seed)
+        self.seed = whole_number("seed", seed)
         self.device = devices.resolve(device)
+        # Last, as a decoder that is asked makes itself ready.
+        self.workers = whole_number("best_workers", _best_workers(dataset), 0) if asked is None else asked
         self._epoch = 0
         self._iterations: weakref.WeakSet[Iteration] = weakref.WeakSet()
 
@@ -155,13 +154,13 @@ class PrefetchDataset:
         Raises:
             ValueError: a negative epoch.
         """
-        self._epoch = _at_least("epoch", epoch, 0)
+        self._epoch = whole_number("epoch", epoch, 0)
         below = getattr(self.dataset, "set_epoch", None)
         if callable(below):
             below(self._epoch)
 
     def __iter__(self) -> "Iteration":
-        start, self.start = _at_least("start", self.start, 0), 0
+        start, self.start = whole_number("start", self.start, 0), 0
         count = len(self.dataset)
         if start > count:
             raise ValueError(f"start must be at most the {count} steps of an epoch, not {start}")
@@ -610,10 +609,3 @@ def _best_workers(dataset: Any) -> int:
             return told
         dataset = getattr(dataset, "dataset", None)
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return number

@@ -31,8 +31,8 @@ import platformdirs
 from numpy.typing import NDArray
 from PIL import Image
 
-from flcuda.data.chain import checked_index, checked_indices
-from flcuda.data.decode import Decoder, read_header, whole_number
+from flcuda.data.chain import checked_index, checked_indices, whole_number
+from flcuda.data.decode import Decoder, read_header
 from flcuda.data.folder import ImageFiles, some_indices
 from flcuda.data.images import ALIGNMENT, ImageBatch, places_of
 from flcuda.device import CPU, Array, cupy

@@ -46,14 +46,23 @@ class Draws:
 
     def uniform(self) -> NDArray[np.float64]:
         """Returns float64 (N, 4) in [0, 1): four numbers a sample, the same at every call."""
-        counters = np.empty((len(self.indices), 4), np.uint32)
+        numbers: NDArray[np.float64] = self.uniforms(1)[0]
+        return numbers
+
+    def uniforms(self, count: int) -> NDArray[np.float64]:
+        """Returns float64 (count, N, 4): `uniform` of this stream and of others, each 16 after the one before.
+
+        At once: for a batch it takes hardly longer to draw from several streams than from one.
+        """
+        counters = np.empty((count, len(self.indices), 4), np.uint32)
         indices = np.asarray(self.indices).astype(np.uint64)
-        counters[:, 0] = indices & np.uint64(0xFFFFFFFF)
-        counters[:, 1] = indices >> np.uint64(32)
-        counters[:, 2] = self.epoch & 0xFFFFFFFF
-        counters[:, 3] = np.uint32(_COUNTER_TAG + self.stream)
-        words = rng.philox4x32(counters, seed_key(self.seed))
-        return np.asarray(words, np.float64) * 2.0**-32
+        counters[..., 0] = indices & np.uint64(0xFFFFFFFF)
+        counters[..., 1] = indices >> np.uint64(32)
+        counters[..., 2] = self.epoch & 0xFFFFFFFF
+        streams = _COUNTER_TAG + self.stream + _STREAMS_APART * np.arange(count)
+        counters[..., 3] = streams.astype(np.uint32)[:, None]
+        words = rng.philox4x32(counters.reshape(-1, 4), seed_key(self.seed))
+        return np.asarray(words, np.float64).reshape(counters.shape) * 2.0**-32
 
     def with_stream(self, stream: int) -> "Draws":
         """Returns the same samples' numbers of another stream."""
@@ -320,13 +329,11 @@ class Augment:
         if len(draws.indices) != len(sizes):
             raise ValueError(f"draws are of {len(draws.indices)} samples, and there are {len(sizes)} images")
         result = np.empty((len(sizes), len(ops.PARAMETERS)), np.float32)
-        places = draws.uniform()
-        if self.crop == "random-resized":
-            result[:, :4] = self._part(sizes, draws)
-        else:
-            result[:, :4] = self._window(sizes, places)
+        is_part = self.crop == "random-resized"
+        numbers = draws.uniforms(2 + (_ATTEMPTS if is_part else 0))
+        places, colours = numbers[:2]
+        result[:, :4] = self._part(sizes, numbers[2:]) if is_part else self._window(sizes, places)
         result[:, 4] = places[:, 3] < self.flip
-        colours = draws.with_stream(draws.stream + _STREAMS_APART).uniform()
         for column, reach in enumerate((self.brightness, self.contrast, self.saturation)):
             low = max(0.0, 1.0 - reach)
             result[:, 5 + column] = low + colours[:, column] * (1.0 + reach - low)
@@ -344,10 +351,14 @@ class Augment:
         window = np.concatenate([start, np.broadcast_to(self.shape, start.shape)], axis=1)
         return np.asarray(window * np.tile(sizes / resized, 2))
 
-    def _part(self, sizes: NDArray[np.int32], draws: Draws) -> NDArray[np.float64]:
-        """Top, left, height and width of a random part: the first of ten that fits, else the most of the middle."""
+    def _part(self, sizes: NDArray[np.int32], numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Top, left, height and width of a random part: the first of the attempts that fits, else most of the middle.
+
+        Args:
+            sizes: (N, 2), height and width.
+            numbers: (attempts, N, 4).
+        """
         heights, widths = sizes.astype(np.float64).T
-        logarithms = np.log(self.ratio)
         least, largest = self.ratio
         # The middle: whole in one direction, and in the other as far as the ratios allow.
         narrow, broad = widths / heights < least, widths / heights > largest
@@ -355,20 +366,16 @@ class Augment:
         width = np.where(broad, np.clip(np.rint(heights * largest), 1, widths), widths)
         top, left = np.floor((heights - height) / 2), np.floor((widths - width) / 2)
         result = np.stack([top, left, height, width], axis=1)
-        missing = np.arange(len(sizes))
-        for attempt in range(_ATTEMPTS):
-            if not len(missing):
-                break
-            stream = draws.stream + (2 + attempt) * _STREAMS_APART
-            numbers = draws.take(missing).with_stream(stream).uniform()
-            area = heights[missing] * widths[missing] * (self.scale[0] + numbers[:, 0] * np.ptp(self.scale))
-            ratio = np.exp(logarithms[0] + numbers[:, 1] * (logarithms[1] - logarithms[0]))
-            part = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=1)))
-            room = sizes[missing] - part
-            fits = (part >= 1).all(axis=1) & (room >= 0).all(axis=1)
-            start = np.floor(numbers[:, 2:] * (room + 1))
-            result[missing[fits]] = np.concatenate([start, part], axis=1)[fits]
-            missing = missing[~fits]
+        area = heights * widths * (self.scale[0] + numbers[..., 0] * np.ptp(self.scale))
+        low, high = np.log(self.ratio)
+        ratio = np.exp(low + numbers[..., 1] * (high - low))
+        part = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=2)))
+        room = sizes - part
+        fits = (part >= 1).all(axis=2) & (room >= 0).all(axis=2)
+        found = np.flatnonzero(fits.any(axis=0))
+        first = fits.argmax(axis=0)[found]
+        start = np.floor(numbers[first, found, 2:] * (room[first, found] + 1))
+        result[found] = np.concatenate([start, part[first, found]], axis=1)
         return result
 
 

@@ -25,6 +25,7 @@ from flcuda.data import (
     epoch_order,
 )
 from flcuda.data.prefetch import DeviceTransform, Iteration
+from flcuda.data.sample import RingMemory
 from flcuda.errors import CaptureError, FlcudaError
 from flcuda.finder.plan import callers_level
 from flcuda.optim import Optimizer
@@ -123,6 +124,7 @@ class Trainer:
         history: the finished epochs.
         step: finished steps, those of interrupted epochs included.
         last_report: the newest report of all, for who was interrupted.
+        loader_memory: what the buffers of the last batch's loader had allocated.
 
     Raises:
         ValueError: an empty data set, a batch size below 1, or an optimizer that leaves a parameter out.
@@ -176,6 +178,7 @@ class Trainer:
         self.history: list[EpochResult] = []
         self.step = 0
         self.last_report: Report | None = None
+        self.loader_memory = RingMemory()
         self.device = optimizer.device
 
     @property
@@ -383,6 +386,7 @@ class _Pass:
             self._batches, trainer.device, workers=trainer.workers, transforms=transforms, seed=trainer.seed
         )
         self._loader.set_epoch(epoch)
+        self._trainer = trainer
         self._iteration: Iteration | None = None
 
     def __enter__(self) -> Iterator[_Batch]:
@@ -396,6 +400,7 @@ class _Pass:
             iteration.__exit__(kind, error, traceback)
 
     def _batch(self, sample: Sample) -> _Batch:
+        self._trainer.loader_memory = self._loader.memory
         labels = self._batches.labels.pop(sample.index)
         images, target = sample.arrays()
         if isinstance(images, ImageBatch):

@@ -203,11 +203,17 @@ class FakeNvimgcodec(types.ModuleType):
 
         class CodeStream:
             def __init__(self, bytes: Any, bitstream_offset: int | None = None) -> None:  # noqa: A002 - its name
-                assert hasattr(bytes, "startswith")
-                self.content = bytes
+                if isinstance(bytes, np.ndarray):
+                    assert bytes.dtype == np.uint8
+                    assert bytes.ndim == 1
+                    assert bytes.flags.c_contiguous
+                else:
+                    assert hasattr(bytes, "startswith")
+                # As it is when it is decoded: the bytes are not copied.
+                self.source = bytes
                 try:
                     # Not by Image.open, which refuses many pixels.
-                    image = JpegImageFile(io.BytesIO(bytes))
+                    image = JpegImageFile(io.BytesIO(self.content))
                     self.codec_name = "jpeg"
                     self.width, self.height = image.size
                     self.num_channels = len(image.getbands())
@@ -215,6 +221,10 @@ class FakeNvimgcodec(types.ModuleType):
                     self.progressive = bool(image.info.get("progressive"))
                 except (OSError, SyntaxError) as error:
                     raise RuntimeError("Failed to get image info") from error
+
+            @property
+            def content(self) -> bytes:
+                return self.source.tobytes() if isinstance(self.source, np.ndarray) else self.source
 
         @dataclass(frozen=True)
         class DecodeParams:

@@ -775,6 +775,86 @@ def test_files_of_all_sizes_are_read_whole(size: int, tmp_path: Path) -> None:
     assert decode_module._read(path) == content
 
 
+class TestFileMemory:
+    """Files of a batch are read into blocks that later batches use again."""
+
+    @given(sizes=st.lists(st.sampled_from([0, 1, 37, 999, 1000, 1001, 2500, 4000]), min_size=1, max_size=12))
+    def test_reads_whole_files(self, sizes: list[int]) -> None:
+        draws = np.random.default_rng(len(sizes))
+        free: list[memoryview] = []
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_module, "_BLOCK_BYTES", 2500)
+            patch.setattr(decode_module, "_LEAST_ROOM", 1000)
+            for turn in range(3):
+                memory = decode_module._FileMemory(free)
+                read = []
+                for place, size in enumerate(sizes):
+                    path = Path(folder, f"{turn}-{place}")
+                    path.write_bytes(draws.bytes(size))
+                    read.append((path, memory.read(path)))
+                # All at once: none is written over another.
+                assert all(content == path.read_bytes() for path, content in read)
+                memory.give_back()
+                if turn == 0:
+                    kept = {id(block.obj) for block in free}
+                assert {id(block.obj) for block in free} == kept
+                assert all(len(block) == 2500 for block in free)
+        assert 1 <= len(kept) <= 12
+
+    def test_keeps_no_more_than_stated(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(decode_module, "_BLOCK_BYTES", 100)
+        monkeypatch.setattr(decode_module, "_LEAST_ROOM", 100)
+        (tmp_path / "file").write_bytes(b"content")
+        free: list[memoryview] = []
+        memories = [decode_module._FileMemory(free) for _ in range(3)]
+        for memory in memories:
+            for _ in range(5):
+                memory.read(tmp_path / "file")
+        for memory in memories:
+            memory.give_back()
+        assert len(free) == decode_module._KEPT_BLOCKS
+        assert len({id(block.obj) for block in free}) == len(free)
+
+    def test_of_a_batch_that_failed_is_not_used_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Here(monkeypatch)
+        (tmp_path / "whole.jpg").write_bytes(mixture()[0])
+        (tmp_path / "broken.jpg").write_bytes(mixture()[0][:300])
+        decoder = Decoder("cuda")
+        with pytest.raises(DecodeError, match=r"broken\.jpg"):
+            decoder.decode([tmp_path / "whole.jpg", tmp_path / "broken.jpg"])
+        assert not decoder._blocks
+        decoder.decode([tmp_path / "whole.jpg"])
+        assert len(decoder._blocks) == 1
+        decoder.close()
+        assert not decoder._blocks
+
+    def test_batches_under_way_do_not_share(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The pixels of each file say which one it is, whatever is read while it is decoded."""
+        Here(monkeypatch)
+        paths = [tmp_path / f"{place}.jpg" for place in range(24)]
+        for place, path in enumerate(paths):
+            path.write_bytes(encoded(Image.new("RGB", (24, 16), (10 * place, 0, 0)), "JPEG", quality=95))
+        decoder = Decoder("cuda")
+        failed: list[BaseException] = []
+
+        def work(first: int) -> None:
+            try:
+                for turn in range(30):
+                    places = [(first + 5 * turn + k) % len(paths) for k in range(6)]
+                    batch = decoder.decode([paths[place] for place in places]).batch
+                    reds = [float(image[..., 0].mean()) for image in batch.images()]
+                    assert np.abs(np.array(reds) - 10 * np.array(places)).max() < 4, (places, reds)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(7 * place,)) for place in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+
+
 class TestTurns:
     """Two threads do not read at the same time, but for files that are slow."""
 
@@ -785,19 +865,19 @@ class TestTurns:
         paths = [tmp_path / f"{place}.jpg" for place in range(4)]
         for path in paths:
             path.write_bytes(mixture()[0])
-        real = decode_module._read
+        real = decode_module._FileMemory.read
         reading: list[int] = []
         most: list[int] = []
 
-        def watched(path: Path) -> bytes:
+        def watched(memory: Any, path: Path) -> bytes | memoryview:
             reading.append(1)
             most.append(len(reading))
             time.sleep(0.01)
-            content = real(path)
+            content = real(memory, path)
             reading.pop()
             return content
 
-        monkeypatch.setattr(decode_module, "_read", watched)
+        monkeypatch.setattr(decode_module._FileMemory, "read", watched)
         decoder = Decoder("cuda")
         decoder.decode(paths[:1])
         most.clear()
@@ -842,3 +922,40 @@ class TestWholeJpeg:
     def test_cut_headers(self, cut: int) -> None:
         content = encoded(Image.fromarray(smooth(8, 8)), "JPEG")
         nvimgcodec_module.jpeg_frame(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")
+
+    @staticmethod
+    def check_walk(content: bytes) -> None:
+        """Asserts that a common beginning says what steps from marker to marker do; a comment in front makes them."""
+        with_comment = content[:2] + b"\xff\xfe\x00\x04me" + content[2:]
+        assert not nvimgcodec_module._COMMON_JPEG.match(with_comment)
+        found = nvimgcodec_module.jpeg_frame(content)
+        assert found == nvimgcodec_module.jpeg_frame(memoryview(content))
+        assert found == nvimgcodec_module.jpeg_frame(with_comment)
+
+    @pytest.mark.parametrize("mode", ["L", "RGB"])
+    @pytest.mark.parametrize("progressive", [False, True])
+    def test_any_frame(self, mode: str, progressive: bool) -> None:
+        image = Image.fromarray(smooth(300, 41)).convert(mode)
+        content = encoded(image, "JPEG", progressive=progressive)
+        assert nvimgcodec_module._COMMON_JPEG.match(content)
+        assert nvimgcodec_module.jpeg_frame(content) == (8, 300, 41)
+        start = content.index(b"\xff\xc2" if progressive else b"\xff\xc0")
+        # The marker, the length, the precision, and the number of components.
+        for place in (0, 1, 2, 3, 4, 9):
+            for value in range(256):
+                changed = bytearray(content)
+                changed[start + place] = value
+                self.check_walk(bytes(changed))
+
+    @settings(max_examples=300)
+    @given(
+        mode=st.sampled_from(["L", "RGB"]),
+        quality=st.sampled_from([30, 95]),
+        damage=st.lists(st.tuples(st.integers(4, 199), st.integers(0, 255)), max_size=2),
+        cut=st.integers(4, 220) | st.none(),
+    )
+    def test_any_beginning(self, mode: str, quality: int, damage: list[tuple[int, int]], cut: int | None) -> None:
+        content = bytearray(encoded(Image.fromarray(smooth(9, 70)).convert(mode), "JPEG", quality=quality))
+        for place, value in damage:
+            content[place] = value
+        self.check_walk(bytes(content if cut is None else content[:cut] + b"\xff\xd9"))

@@ -192,14 +192,14 @@ class TestEveryCache:
         self, cache: str, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = make_store(files, cache, tmp_path, decoder=Decoder(on_error="skip"))
-        real = Path.read_bytes
+        real = decode_module._read
 
         def refused(path: Path) -> bytes:
             if path.name == "4.png":
                 raise OSError(errno.EMFILE, "Too many open files")
             return real(path)
 
-        monkeypatch.setattr(Path, "read_bytes", refused)
+        monkeypatch.setattr(decode_module, "_read", refused)
         np.testing.assert_array_equal(store.batch_kept(np.arange(9), 0)[1], [0, 1, 2, 3, 5, 6, 7, 8])
         with pytest.raises(DecodeError, match=r"4\.png cannot be read: Too many open files"):
             store.batch(np.array([4]), 0)
@@ -245,7 +245,7 @@ class TestArguments:
     )
     def test_bad_ones(self, files: list[Path], options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            DecodedStore(ImageFiles(files, np.zeros(9)), **options)
+            DecodedStore(ImageFiles(files, np.zeros(9, int)), **options)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -258,7 +258,7 @@ class TestArguments:
     )
     def test_numbers_that_are_not_whole(self, files: list[Path], options: dict[str, Any], message: str) -> None:
         with pytest.raises(TypeError, match=message):
-            DecodedStore(ImageFiles(files, np.zeros(9)), **options)
+            DecodedStore(ImageFiles(files, np.zeros(9, int)), **options)
 
 
 class TestPlan:
@@ -564,6 +564,7 @@ class TestDevice:
         device = FakeDevice(played)
         monkeypatch.setattr(decode_module, "resolve", lambda name: CPU if name in ("cpu", CPU) else device)
         monkeypatch.setattr(store_module, "cupy", lambda: played)
+        monkeypatch.setattr(store_module, "gather_images", played.gather_images)
         for side in (None, 12):
             decoder = Decoder("cuda", nvimgcodec=False)
             store = DecodedStore(ImageFiles(files, np.arange(9), decoder), "device", side=side, limit=1 << 20)

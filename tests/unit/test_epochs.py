@@ -342,10 +342,12 @@ class TestEpoch:
 
     def test_refused(self) -> None:
         dataset = data.ShuffleDataset(Foreign(0, 6, "tuple"))
-        with pytest.raises(ValueError, match="epoch must not be negative, not -1"):
+        with pytest.raises(ValueError, match="epoch must be at least 0, not -1"):
             dataset.set_epoch(-1)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"epoch must be a whole number, not 0\.5"):
             dataset.set_epoch(0.5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="seed must be a whole number, not 'x'"):
+            data.ShuffleDataset(Foreign(0, 6, "tuple"), "x")  # type: ignore[arg-type]
 
 
 class TestBatchDataset:
@@ -447,6 +449,9 @@ class TestDistributed:
         for name in ("world_size", "batch_size", "repeats"):
             with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
                 data.DistributedDataset(dataset, **{"rank": 0, "world_size": 1, "batch_size": 1, name: 0})
+        for name in ("rank", "world_size", "batch_size", "repeats", "seed"):
+            with pytest.raises(TypeError, match=f"{name} must be a whole number, not 0.5"):
+                data.DistributedDataset(dataset, **{"rank": 0, "world_size": 1, "batch_size": 1, name: 0.5})
         with pytest.raises(ValueError, match="policy must be one of"):
             data.DistributedDataset(dataset, 0, 1, 1, policy="drop")
 

@@ -295,6 +295,11 @@ class TestImageFiles:
             tree.train[9]
         with pytest.raises(ValueError, match="one length, not 2 and 1"):
             data.ImageFiles([tmp_path, tmp_path], np.array([0]))
+        with pytest.raises(ValueError, match=r"labels must be \(N,\), not \(1, 2\)"):
+            data.ImageFiles([tmp_path], np.array([[0, 1]]))
+        with pytest.raises(TypeError, match="labels must be integers, not float64"):
+            data.ImageFiles([tmp_path], np.array([0.5]))
+        assert data.ImageFiles([tmp_path], [3]).labels.dtype == np.int64
 
     def test_grey_files_have_one_channel(self, tmp_path: Path) -> None:
         make_folder(tmp_path, {"a": 3, "b": 3}, mode="L")

@@ -120,6 +120,8 @@ def test_a_data_set_is_asked_how_many_workers_it_wants(monkeypatch):
     assert PrefetchDataset(BatchDataset(Asked(Asked(best_workers=3)), 2), "cpu").workers == 3
     assert PrefetchDataset(Asked(Asked(best_workers=3), 1), "cpu").workers == 1
     assert PrefetchDataset(Asked(best_workers=2), "cpu", workers=7).workers == 7
+    with pytest.raises(ValueError, match="best_workers must be at least 0, not -1"):
+        PrefetchDataset(Asked(best_workers=-1), "cpu")
 
 
 @pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
@@ -1028,6 +1030,29 @@ def test_what_an_error_refers_to_goes_with_it():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         PrefetchDataset(Stamps(3), **{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize("name", ["depth", "workers", "start", "seed"])
+def test_numbers_that_are_not_whole(name):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not 1.5"):
+        PrefetchDataset(Stamps(3), "cpu", **{name: 1.5})
+
+
+def test_a_data_set_is_not_asked_before_all_else_is_known_to_be_right():
+    """A decoder that is asked for its workers loads nvImageCodec onto the device."""
+
+    class Costly(Asked):
+        @property
+        def best_workers(self):
+            raise AssertionError
+
+        @best_workers.setter
+        def best_workers(self, value):
+            pass
+
+    for options in ({"depth": 0}, {"start": 9}, {"seed": "x"}, {"device": "gpu"}, {"transforms": (Shift(),)}):
+        with pytest.raises((TypeError, ValueError)):
+            PrefetchDataset(Costly(), **{"device": "cpu", **options})
 
 
 def test_a_start_set_later_is_checked():

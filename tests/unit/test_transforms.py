@@ -105,6 +105,8 @@ def test_resize_then_crop_is_pillows(rng) -> None:
     batch = images(rng, sizes, 3)
     augment = Augment(24, "resize-then-crop", sides=(24, 50))
     numbers = draws(5).uniform()
+    np.testing.assert_array_equal(numbers, draws(5).uniforms(3)[0])
+    np.testing.assert_array_equal(draws(5, stream=32).uniform(), draws(5).uniforms(3)[2])
     found = augment(batch, draws(5)) * 255
     sides = set()
     for i in range(5):
