@@ -80,7 +80,7 @@ def words(seed: int, offset: int, n: int, stream: int = VALUES_STREAM) -> NDArra
     Raises:
         ValueError: `seed`, `offset`, `n` or `stream` is out of range.
     """
-    seed, offset, n = _checked_seed(seed), operator.index(offset), operator.index(n)
+    seed, offset, n = checked_seed(seed), operator.index(offset), operator.index(n)
     if not 0 <= stream <= _MASK:
         raise ValueError(f"stream must be from 0 to 2^32 - 1, got {stream}")
     if n < 0:
@@ -185,7 +185,7 @@ class State:
         Raises:
             ValueError: `seed` is out of range.
         """
-        self.seed = _checked_seed(seed)
+        self.seed = checked_seed(seed)
         self.counter: Any
         if device is None:
             self.counter = np.zeros(1, np.uint64)
@@ -199,9 +199,20 @@ def _unit(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _checked_seed(seed: int) -> int:
-    """A Python int: NumPy's would overflow in the rounds."""
-    number = operator.index(seed)
+def checked_seed(seed: int) -> int:
+    """Returns a seed as a Python int: NumPy's would overflow in the rounds.
+
+    Args:
+        seed: any whole number, 0 to 2^64 - 1.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is out of range.
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be a whole number, not {seed!r}") from None
     if not 0 <= number < 1 << 64:
         raise ValueError(f"seed must be from 0 to 2^64 - 1, got {seed}")
     return number

@@ -117,7 +117,7 @@ class TransformDataset(SampleChain):
         super().__init__(dataset, length=len(dataset))
         self.dataset = dataset
         self.transforms = transforms
-        self.seed = seed
+        self.seed = rng.checked_seed(seed)
 
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
         """Returns the transformed fields of one sample."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from flcuda import rng
 from flcuda.data.chain import (
     Chain,
     Dataset,
@@ -45,7 +46,7 @@ class ShuffleDataset(SampleChain):
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
         super().__init__(dataset, length=len(dataset))
         self.dataset = dataset
-        self.seed = whole_number("seed", seed)
+        self.seed = rng.checked_seed(seed)
         self._orders = _Orders(len(dataset), self.seed)
 
     def sample(self, index: int, epoch: int) -> tuple[Any, ...]:
@@ -166,7 +167,7 @@ class DistributedDataset(Chain):
             raise ValueError(f"rank must be from 0 to {self.world_size - 1}, not {rank}")
         self.batch_size = whole_number("batch_size", batch_size, 1)
         self.repeats = whole_number("repeats", repeats, 1)
-        self.seed = None if seed is None else whole_number("seed", seed)
+        self.seed = None if seed is None else rng.checked_seed(seed)
         self.policy = policy
         self.dataset = dataset
         self._total = len(dataset) * self.repeats

@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from numpy.typing import NDArray
 
 from flcuda import device as devices
+from flcuda import rng
 from flcuda.data.chain import Chain, Dataset, add_note, sample_kept, whole_number
 from flcuda.data.sample import CudaLink, Link, Ring, RingMemory, Sample
 from flcuda.data.transforms import Draws, Transform
@@ -128,7 +129,7 @@ class PrefetchDataset:
         if self.start > len(dataset):
             raise ValueError(f"start must be at most the {len(dataset)} steps of an epoch, not {start}")
         self.dataset = dataset
-        self.seed = whole_number("seed", seed)
+        self.seed = rng.checked_seed(seed)
         self.device = devices.resolve(device)
         # Last, as a decoder that is asked makes itself ready.
         self.workers = whole_number("best_workers", _best_workers(dataset), 0) if asked is None else asked

@@ -348,6 +348,10 @@ class TestEpoch:
             dataset.set_epoch(0.5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="seed must be a whole number, not 'x'"):
             data.ShuffleDataset(Foreign(0, 6, "tuple"), "x")  # type: ignore[arg-type]
+        for seed in (-1, 1 << 64):
+            for make in (data.ShuffleDataset, data.PrefetchDataset, data.TransformDataset):
+                with pytest.raises(ValueError, match=rf"seed must be from 0 to 2\^64 - 1, got {seed}"):
+                    make(Foreign(0, 6, "tuple"), seed=seed)
 
 
 class TestBatchDataset:
