@@ -42,6 +42,7 @@ from bench_flashlight_ablation import Answer, count, note, wait_for_stream, wall
 from networks import CLASSES, NETWORKS, network
 from record import machine, machine_line
 
+import flcuda
 from flcuda import device as devices
 from flcuda import functional as F
 from flcuda.amp import DynamicScaler
@@ -365,7 +366,7 @@ def peers_part(args: argparse.Namespace, device: Device, record: Record) -> None
 
 
 class Training:
-    """A model and the step that Trainer does with it."""
+    """A model and the step that Trainer does with it, captured as there."""
 
     def __init__(self, name: str, precision: str, device: Device) -> None:
         self.model = network(name, precision=precision, device=device)
@@ -373,10 +374,15 @@ class Training:
         self.scaler = DynamicScaler()
         self.loss: Tensor | None = None
         self.steps = 0
+        self._captured = flcuda.capture(self._step)
+
+    def _step(self, images: Tensor, labels: Any) -> Tensor:
+        loss = F.cross_entropy(self.model(images), labels)
+        self.scaler.step(self.optimizer, loss)
+        return loss
 
     def step(self, images: Any, labels: Any) -> None:
-        self.loss = F.cross_entropy(self.model(Tensor(images)), labels)
-        self.scaler.step(self.optimizer, self.loss)
+        self.loss = self._captured(Tensor(images), labels)
         self.steps += 1
 
     def state(self) -> Answer:
