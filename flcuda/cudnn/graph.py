@@ -48,10 +48,10 @@ can be known), that the workspace has its bytes, and that neither an output nor 
 tensor; a plan restored from JSON does not know its outputs. That costs some ten microseconds a tensor; without the
 variable it costs nothing.
 
-Note [pooling]: some gradients of max pooling end the process in cuDNN 9.19, for the GPU here and for one told by device
-properties: that of nhwc tensors with x and y instead of the index, in every mode of the heuristics, in finalizing a
-configuration, and in restoring a plan; and with one spatial dimension, index or not, in some runs only. They are
-refused before cuDNN is asked.
+Note [pooling]: some gradients of max pooling of nhwc tensors end the process, for the GPU here and for one told by
+device properties. In cuDNN 9.19 that with x and y instead of the index does, in every mode of the heuristics, in
+finalizing a configuration, and in restoring a plan. With one spatial dimension, index or not, they do so in some runs
+only, in 9.19 and in 9.28, where it is a division by zero in finalizing a plan. They are refused before cuDNN is asked.
 
 Note [capture]: before cuDNN 9.28 a CUDA graph does not keep the plan that it was captured from alive. Keep the plan as
 long as the graph.
@@ -2476,7 +2476,8 @@ class _Geometry:
 
 # --- what ends the process -------------------------------------------------------------------------------------------
 
-# See Note [pooling]. 9.19.0 has the fault and 9.28.0 has it not; no version between or before was tried.
+# See Note [pooling]. With two dimensions and more, 9.19.0 has the fault and 9.28.0 has it not; no version between or
+# before was tried.
 _FATAL_POOLING_BEFORE = 92800
 
 
@@ -2488,15 +2489,16 @@ def _fatal_pooling(mode: str, dy: Tensor, dx: Tensor, indexed: bool) -> str:
     if mode != bindings.CUDNN_RESAMPLE_MAXPOOL.name or not packed or (indexed and not line):
         return ""
     library = libraries.load()
-    if library.version >= _FATAL_POOLING_BEFORE:
-        return ""
-    fixed = f"; cuDNN {libraries.version_text(_FATAL_POOLING_BEFORE)} does not"
     if line:
         what = "of nhwc tensors with one spatial dimension"
         remedy = f"give them a second one of size 1{' and the index of the forward pass' if not indexed else ''}"
-    else:
+        fixed = ""
+    elif library.version < _FATAL_POOLING_BEFORE:
         what = "of nhwc tensors without the index of the forward pass"
         remedy = "give that index instead of x and y, or make the tensors nchw"
+        fixed = f"; cuDNN {libraries.version_text(_FATAL_POOLING_BEFORE)} does not"
+    else:
+        return ""
     return (
         f"cuDNN {library.version_text} can end the process when a gradient of max pooling {what} is asked for{fixed}; "
         f"{remedy}"

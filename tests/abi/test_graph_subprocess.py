@@ -138,17 +138,7 @@ def gradient(x_shape: tuple[int, ...], layout: str, *, index: bool) -> Graph:
     return g
 
 
-FATAL = [
-    ((4, 16, 8, 6), False),
-    ((4, 16, 8, 6, 4), False),
-    ((4, 1, 8, 6), False),
-    ((4, 16, 8), False),
-    ((4, 16, 8), True),
-]
-
-
-@pytest.mark.parametrize(("shape", "index"), FATAL)
-def test_what_ends_the_process_is_refused(shape: tuple[int, ...], index: bool, faulty: None) -> None:
+def refused(shape: tuple[int, ...], *, index: bool, words: tuple[str, ...]) -> None:
     device = DeviceProperties.from_profile("h200")
     built = gradient(shape, "nhwc", index=index).build()
     asked = [lambda mode=mode: built.heuristics(mode, device=device) for mode in ("A", "B", "fallback", "instant")]
@@ -157,8 +147,19 @@ def test_what_ends_the_process_is_refused(shape: tuple[int, ...], index: bool, f
     for question in asked:
         with pytest.raises(CudnnNotSupportedError) as caught:
             question()
-        for word in ("resample_backward max 'pool'", library.load().version_text, "9.28", "give"):
+        for word in ("resample_backward max 'pool'", library.load().version_text, "give", *words):
             assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 8, 6), (4, 16, 8, 6, 4), (4, 1, 8, 6)])
+def test_what_ends_the_process_is_refused(shape: tuple[int, ...], faulty: None) -> None:
+    refused(shape, index=False, words=("9.28",))
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_what_ends_the_process_in_some_runs_is_refused(index: bool) -> None:
+    """In 9.28 one run in some hundreds, on a busy machine."""
+    refused((4, 16, 8), index=index, words=("one spatial dimension",))
 
 
 def test_what_does_not_end_the_process_is_not_refused(faulty: None) -> None:
@@ -212,5 +213,5 @@ def test_the_fault_is_not_in_later_versions(sound: None) -> None:
 assert built.why_not()
 for _ in range(20):
     for given in (("index",), ("x",), ("index", "x")):
-        ask(given, lambda: pooling_gradient("max", given, "nhwc", (9,)), device)
+        ask(given, lambda: pooling_gradient("max", given, "nhwc", (9, 7)), device, plans=1)
 """)
