@@ -80,7 +80,8 @@ def words(seed: int, offset: int, n: int, stream: int = VALUES_STREAM) -> NDArra
     Raises:
         ValueError: `seed`, `offset`, `n` or `stream` is out of range.
     """
-    seed, offset, n = checked_seed(seed), operator.index(offset), operator.index(n)
+    key = seed_key(seed)
+    offset, n = operator.index(offset), operator.index(n)
     if not 0 <= stream <= _MASK:
         raise ValueError(f"stream must be from 0 to 2^32 - 1, got {stream}")
     if n < 0:
@@ -89,7 +90,6 @@ def words(seed: int, offset: int, n: int, stream: int = VALUES_STREAM) -> NDArra
     last = -(-(offset + n) // 4)
     if offset < 0 or last > 1 << 64:
         raise ValueError(f"offset must be from 0 to 2^66 - 1, got {offset}")
-    key = (seed & _MASK, seed >> 32)
     result = np.empty((last - first, 4), np.uint32)
     for start in range(0, last - first, _CHUNK):
         stop = min(start + _CHUNK, last - first)
@@ -197,6 +197,12 @@ class State:
 def _unit(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
     """The upper 24 bits as a fraction: each result is exact in float32 and below 1."""
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def seed_key(seed: int) -> tuple[int, int]:
+    """Returns the Philox key of a seed, its low and its high 32 bits; raises as `checked_seed`."""
+    number = checked_seed(seed)
+    return number & _MASK, number >> 32
 
 
 def checked_seed(seed: int) -> int:

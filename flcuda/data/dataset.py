@@ -36,7 +36,6 @@ from flcuda.data.transforms import (
     PadCrop,
     Transform,
     channel_statistics,
-    seed_key,
 )
 from flcuda.errors import FlcudaError
 
@@ -316,7 +315,7 @@ class ImageData:
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns a permutation of 0..count-1 that depends on (seed, epoch) alone."""
     counter = np.array([[epoch & 0xFFFFFFFF, 0, 0, _ORDER_TAG]], np.uint32)
-    words = rng.philox4x32(counter, seed_key(seed))[0]
+    words = rng.philox4x32(counter, rng.seed_key(seed))[0]
     return np.asarray(rng.permutation(int(words[0]) | int(words[1]) << 32, count), np.int64)
 
 

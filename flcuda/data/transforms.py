@@ -61,7 +61,7 @@ class Draws:
         counters[..., 2] = self.epoch & 0xFFFFFFFF
         streams = _COUNTER_TAG + self.stream + _STREAMS_APART * np.arange(count)
         counters[..., 3] = streams.astype(np.uint32)[:, None]
-        words = rng.philox4x32(counters.reshape(-1, 4), seed_key(self.seed))
+        words = rng.philox4x32(counters.reshape(-1, 4), rng.seed_key(self.seed))
         return np.asarray(words, np.float64).reshape(counters.shape) * 2.0**-32
 
     def with_stream(self, stream: int) -> "Draws":
@@ -448,8 +448,3 @@ def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tu
     std = images.std(axis=(0, 2, 3), dtype=np.float64) / 255.0
     std = np.where(std > 0, std, 1.0)
     return tuple(mean.tolist()), tuple(std.tolist())
-
-
-def seed_key(seed: int) -> tuple[int, int]:
-    """Returns the Philox key of a seed of at most 64 bits: its low and its high 32 bits."""
-    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF

@@ -1,12 +1,10 @@
 """The search for the constants of the augmentation's kernels: what it compiles is right, whatever the constants."""
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
+import bench_scripts
 import host_kernels
 import numpy as np
 import pytest
@@ -18,16 +16,10 @@ from flcuda.data import Augment
 from flcuda.device import CPU
 from flcuda.ops import augment as ops
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "bench_augment.py"
-
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_augment", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the names of annotations
-    spec.loader.exec_module(module)
-    return module
+    return bench_scripts.load(bench_scripts.BENCH / "bench_augment.py")
 
 
 def build(folder):

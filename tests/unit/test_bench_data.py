@@ -1,12 +1,11 @@
 """The benchmark of the data pipeline and the photographs that it reads: their arithmetic, and small runs on the CPU."""
 
-import importlib.util
 import io
 import json
-import sys
 import threading
 from pathlib import Path
 
+import bench_scripts
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,25 +15,11 @@ from PIL import Image
 from flcuda.data import BatchDataset, PrefetchDataset, TensorDataset
 from flcuda.device import CPU
 
-BENCH = Path(__file__).parents[2] / "bench"
-MACHINE = {"gpus": None, "cuda": {}, "cores": 2, "python": "3", "cupy": None, "cudnn": None}
-
 
 @pytest.fixture(scope="module")
 def load():
-    """Loads a script as it is run: with its own folder in the path, for the modules beside it."""
-    sys.path.insert(0, str(BENCH))
-
-    def loaded(name: str):
-        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        module.machine = lambda: MACHINE
-        return module
-
-    yield loaded
-    sys.path.remove(str(BENCH))
+    with bench_scripts.loading() as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")

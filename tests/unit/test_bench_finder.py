@@ -1,6 +1,5 @@
 """The benchmark of the finder: its arithmetic, its processes, and PyTorch's side where PyTorch is installed."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -9,27 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_scripts import BENCH, load
 
 import flcuda
 from flcuda import device as devices
 from flcuda.device import CPU
 from flcuda.finder import FindReport, Policy, Problem, measure
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 LINES = [
     "forward n2 c3 9x8 k4 3x3 p1 s2 float32 nchw",
     "backward_data n2 c4 6x5 k6 3x3 p1 s1 float32 nchw",
     "backward_filter n2 c4 6x5 k6 1x1 p0 s1 float32 nchw",
 ]
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses look for the names of annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

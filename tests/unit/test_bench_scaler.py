@@ -2,16 +2,15 @@
 
 import collections
 import contextlib
-import importlib.util
 import json
 import math
-import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench_scripts
 import numpy as np
 import pytest
 from PIL import Image
@@ -21,27 +20,13 @@ from flcuda import kernel_loader
 from flcuda.device import CPU
 from flcuda.timing import Timing
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 TINY = ("--network", "tiny", "--device", "cpu")
-MACHINE = {"gpus": None, "cuda": {}, "cores": 2, "python": "3", "cupy": None, "cudnn": None}
 
 
 @pytest.fixture(scope="module")
 def load():
-    """Loads a script as it is run: with its own folder in the path, for the modules beside it."""
-    sys.path.insert(0, str(BENCH))
-
-    def loaded(name: str):
-        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # where dataclasses look for the names of annotations
-        spec.loader.exec_module(module)
-        module.machine = lambda: MACHINE
-        return module
-
-    yield loaded
-    sys.path.remove(str(BENCH))
+    with bench_scripts.loading() as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -891,7 +876,7 @@ def test_less_than_five_repeats_are_refused(ablation, capsys):
 
 def test_the_machine_in_one_line(load):
     record = load("record")
-    assert record.machine_line(MACHINE) == "no GPU; 2 cores; Python 3"
+    assert record.machine_line(bench_scripts.MACHINE) == "no GPU; 2 cores; Python 3"
     found = {
         "gpus": [{"name": "NVIDIA H200"}],
         "cuda": {"nvidia_driver": "580.1", "cuda_driver": "13.0"},

@@ -352,6 +352,10 @@ class TestEpoch:
             for make in (data.ShuffleDataset, data.PrefetchDataset, data.TransformDataset):
                 with pytest.raises(ValueError, match=rf"seed must be from 0 to 2\^64 - 1, got {seed}"):
                     make(Foreign(0, 6, "tuple"), seed=seed)
+            with pytest.raises(ValueError, match=rf"seed must be from 0 to 2\^64 - 1, got {seed}"):
+                data.epoch_order(5, seed, 0)
+            with pytest.raises(ValueError, match=rf"seed must be from 0 to 2\^64 - 1, got {seed}"):
+                data.Draws(seed, 0, np.arange(3)).uniform()
 
 
 class TestBatchDataset:
