@@ -6,13 +6,19 @@ are decoded on the GPU: by its JPEG engine where there is one, else by its kerne
 nvImageCodec's own CPU code. Everything else (PNG and the like, CMYK, RGB and cut-off JPEG files) and every file that
 nvImageCodec refuses goes to Pillow, so that an odd file looks the same on both devices, or is named in the same error.
 
-Note [turns]: what Python does for a batch of 128 files takes some milliseconds, and the GPU's JPEG engine no more than
-5. Two threads that do it at the same time hand the interpreter to each other at every system call and take three times
-as long together. So they take turns, while the engine decodes for the others. Only files that are not in the system's
-cache are read by all at once: there the waiting is long, and worth sharing.
+Note [processes]: on CUDA, files are read, and their headers looked at, by up to three helper processes; this one only
+makes nvImageCodec's views of what lies in memory that it shares with them. To open, read and close 128 files takes 1.5
+to 2.5 ms of Python, their headers another 0.7 to 1.3, and the GPU's JPEG engine no more than 4.9 for all of them: with
+that in the same interpreter as the callers' threads, which all take from the same lock, the engine waits for Python.
+Where no process can be had, before it has started, and for all files that it leaves, this one reads as follows.
 
-Note [blocks]: files for nvImageCodec are read into blocks of memory that are used again and again. New memory for each
-file costs several times what reading it does: the system clears it page by page, and takes it back from all cores.
+Note [turns]: two threads that read at the same time hand the interpreter to each other at every system call and take
+three times as long together. So they take turns, while the engine decodes for the others. Only files that are not in
+the system's cache are read by all at once: there the waiting is long, and worth sharing.
+
+Note [blocks]: what this process reads for nvImageCodec goes into blocks of memory that are used again and again. New
+memory for each file costs several times what reading it does: the system clears it page by page, and takes it back from
+all cores.
 """
 
 import errno
@@ -27,7 +33,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import PIL
@@ -36,6 +42,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
 from flcuda.data.chain import whole_number
+from flcuda.data.file_reader import FileReaders, FoundFile
 from flcuda.data.images import ImageBatch, places_of
 from flcuda.data.nvimgcodec import Nvimgcodec, PlacedImage, find_nvimgcodec
 from flcuda.device import CPU, Device, resolve
@@ -45,6 +52,8 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 ON_ERROR = ("raise", "skip")
 
+# The bytes of a file: an array's are in memory shared with a process that read it.
+_Content: TypeAlias = bytes | memoryview | NDArray[np.uint8]
 _FORMAT_WORDS = "JPEG, PNG, BMP, GIF, TIFF or WebP"
 _DECODER_ERRORS = (
     OSError,
@@ -196,6 +205,11 @@ class Decoded:
 class Decoder:
     """Decodes batches of images onto one device; to be used from any number of threads.
 
+    Where nvImageCodec decodes, batches of 16 paths and more are read by helper processes, one for each thread that
+    decodes, at most three: `python ... flcuda-file-reader` in the system's list. They start with the first batches, run
+    nothing of the user's and end with `close`, the decoder or this process, however it ends. Without them everything is
+    the same, but for the speed.
+
     Args:
         device: where the pixels go; None is CUDA where there is a device.
         channels: 3 for red, green, blue; 1 for grey.
@@ -237,6 +251,7 @@ class Decoder:
         # See Note [turns].
         self._turn = threading.Lock()
         self._files_are_slow = False
+        self._readers = FileReaders()
         # Those that no batch is read into.
         self._blocks: list[memoryview] = []
         self._engine: Nvimgcodec | None = None
@@ -319,9 +334,7 @@ class Decoder:
         self._sort_out(results, names)
         return results
 
-    def _decode_all(
-        self, sources: Sequence[Path | bytes | memoryview], names: Sequence[str], places: Sequence[int]
-    ) -> list[Any]:
+    def _decode_all(self, sources: Sequence[Path | _Content], names: Sequence[str], places: Sequence[int]) -> list[Any]:
         """Returns pixels, or the errors; where one is raised, nothing is decoded after it."""
         # The first that failed, where one is raised.
         first = [len(sources)]
@@ -331,7 +344,7 @@ class Decoder:
                 return None
             source = sources[place]
             try:
-                return decode(bytes(source) if isinstance(source, memoryview) else source, self.channels, names[place])
+                return decode(source if isinstance(source, Path) else bytes(source), self.channels, names[place])
             except (DecodeError, OSError) as error:
                 if self.on_error == "raise":
                     first[0] = min(first[0], place)
@@ -340,16 +353,24 @@ class Decoder:
         return self._map(one, places)
 
     def _decode_on_device(self, engine: Nvimgcodec, sources: Sequence[Path | bytes], names: Sequence[str]) -> Decoded:
+        with self._readers.reading(sources) as found:
+            return self._decode_found(engine, found, sources, names)
+
+    def _decode_found(
+        self, engine: Nvimgcodec, found: Sequence[FoundFile], sources: Sequence[Path | bytes], names: Sequence[str]
+    ) -> Decoded:
+        """Decodes files of which a process has read some."""
         results: list[Any] = [None] * len(sources)
+        contents: list[_Content] = [b""] * len(sources)
         memory = _FileMemory(self._blocks)
         if self._files_are_slow:
-            contents = self._read_all(memory, sources, names, results)
+            left = self._read_left(memory, sources, names, found, contents, results)
             with self._turn:
-                streams, others = _sorted_by_engine(engine, contents)
+                streams, others = _sorted_by_engine(engine, found, left)
         else:
             with self._turn:
-                contents = self._read_all(memory, sources, names, results)
-                streams, others = _sorted_by_engine(engine, contents)
+                left = self._read_left(memory, sources, names, found, contents, results)
+                streams, others = _sorted_by_engine(engine, found, left)
         # While nothing of nvImageCodec's is taken, which other threads wait for.
         _put(results, others, self._decode_all(contents, names, others))
         with self.device.use(), engine.decoded(list(streams.values()), self.channels) as images:
@@ -362,22 +383,40 @@ class Decoder:
         memory.give_back()
         return Decoded(batch, kept, errors)
 
-    def _read_all(
-        self, memory: "_FileMemory", sources: Sequence[Path | bytes], names: Sequence[str], results: list[Any]
-    ) -> list[bytes | memoryview]:
-        """Returns the bytes of files; none of those that fail, whose errors are results, and of what is not read."""
-        contents: list[bytes | memoryview] = [b""] * len(sources)
+    def _read_left(
+        self,
+        memory: "_FileMemory",
+        sources: Sequence[Path | bytes],
+        names: Sequence[str],
+        found: Sequence[FoundFile],
+        contents: list[_Content],
+        results: list[Any],
+    ) -> list[tuple[int, bytes | memoryview]]:
+        """Fills in the contents of files, those that are found too, or results: the errors of those that fail.
+
+        Returns:
+            The places and bytes of those that were read here.
+        """
+        for place, content, _, _ in found:
+            contents[place] = content
+        if len(found) == len(sources):
+            return []
+        read_before = {place for place, _, _, _ in found}
+        left = [place for place in range(len(sources)) if place not in read_before]
+        read = []
         start = time.perf_counter()
-        for place, source in enumerate(sources):
+        for place in left:
             try:
-                contents[place] = _content(source, names[place], memory.read)
+                whole = _content(sources[place], names[place], memory.read)
+                contents[place] = whole
+                read.append((place, whole))
             except (DecodeError, OSError) as error:
                 results[place] = error
                 if self.on_error == "raise":
                     # What comes before it may be broken as well, and is named then.
                     break
-        self._files_are_slow = time.perf_counter() - start > _SLOW_FILE_S * len(sources)
-        return contents
+        self._files_are_slow = time.perf_counter() - start > _SLOW_FILE_S * len(left)
+        return read
 
     def _placed(self, engine: Nvimgcodec, images: Sequence[Any]) -> ImageBatch:
         """Copies images of nvImageCodec's and of the host into a batch on the device."""
@@ -387,7 +426,8 @@ class Decoder:
         xp = self.device.xp
         sizes = np.array([image.shape[:2] for image in images], np.int32)
         offsets, total = places_of(sizes, self.channels)
-        pixels = xp.zeros(total, np.uint8)
+        # The gaps between images may hold anything.
+        pixels = xp.empty(total, np.uint8)
         engine.copy([images[place] for place in on_device], pixels, offsets[on_device].tolist())
         if len(on_device) < len(images):
             for image, offset in zip(images, offsets.tolist(), strict=True):
@@ -444,8 +484,10 @@ class Decoder:
         return self._engine
 
     def close(self) -> None:
-        """Frees what nvImageCodec holds and what files were read into; the next batch starts anew."""
+        """Frees what nvImageCodec holds and what files were read into, by whom too; the next batch starts anew."""
         with self._lock:
+            self._readers.close()
+            self._readers = FileReaders()
             self._blocks = []
             self._engine = None
             self._engine_sought = False
@@ -496,18 +538,21 @@ class _FileMemory:
         self._free += taken[: max(0, _KEPT_BLOCKS - len(self._free))]
 
 
-def _sorted_by_engine(engine: Nvimgcodec, contents: Sequence[bytes | memoryview]) -> tuple[dict[int, Any], list[int]]:
-    """Returns nvImageCodec's views of the files that it decodes, by place, and the places of the others."""
-    streams = {}
-    others = []
-    for place, content in enumerate(contents):
-        if not content:
-            continue
-        stream = engine.code_stream(content)
-        if stream is None:
-            others.append(place)
-        else:
-            streams[place] = stream
+def _sorted_by_engine(
+    engine: Nvimgcodec, found: Sequence[FoundFile], left: Sequence[tuple[int, bytes | memoryview]]
+) -> tuple[dict[int, Any], list[int]]:
+    """Returns nvImageCodec's views of the files that it decodes, by place, and the places of the others.
+
+    Args:
+        engine: nvImageCodec.
+        found: files of which a process says that nvImageCodec decodes them.
+        left: places and bytes of files of which nobody knows yet.
+    """
+    streams = {place: engine.vetted_stream(content, height, width) for place, content, height, width in found}
+    streams |= {place: engine.code_stream(content) for place, content in left}
+    others = [place for place, stream in streams.items() if stream is None]
+    for place in others:
+        del streams[place]
     return streams, others
 
 
@@ -570,7 +615,7 @@ def _content(source: Path | bytes, name: str, read: Callable[[Path], bytes | mem
 
 
 def _read(path: Path) -> bytes:
-    """Returns a file's bytes, with half the system calls of `Path.read_bytes`: see Note [turns]."""
+    """Returns a file's bytes, with half the system calls of `Path.read_bytes`."""
     descriptor = os.open(path, _READ_ONLY)
     try:
         start = os.read(descriptor, _FIRST_READ)

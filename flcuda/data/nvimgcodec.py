@@ -15,7 +15,6 @@ import io
 import os
 import queue
 import re
-import struct
 import tempfile
 import threading
 import warnings
@@ -26,8 +25,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from flcuda.data.reader_process import jpeg_frame
 from flcuda.device import Array, Device, cupy
 from flcuda.ops.images import gather_images
 
@@ -38,18 +39,6 @@ BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_
 _STAGES = (("HW_GPU_ONLY",), ("HYBRID_CPU_GPU", "CPU_ONLY"))
 # As Pillow does. The default has changed between versions.
 _OPTIONS = ":fancy_upsampling=1"
-# The last marker of a whole JPEG file is within so many bytes of its end; some programs pad or append a little.
-_JPEG_TAIL = 4096
-_JPEG_END = b"\xff\xd9"
-# How most files of data sets begin: JFIF, tables of quantization, and the frame, of one component or three. To find it
-# at once takes half as long as to step from marker to marker, which is done for all other files.
-_COMMON_JPEG = re.compile(
-    rb"\xff\xd8\xff\xe0\x00\x10JFIF\0.{9}(?:\xff\xdb\x00(?:\x43.{65}|\x84.{130}))*"
-    rb"\xff[\xc0-\xc2]\x00[\x0b\x11](?=.{5}[\x01\x03].)",
-    re.DOTALL,
-)
-# Bits a sample, height, width.
-_FRAME = struct.Struct(">BHH")
 # Two batches under way keep the engine busy while the host prepares the next.
 _INSTANCES = 2
 # Device memory that an instance's images may keep between batches.
@@ -59,9 +48,6 @@ _PROBE_SIDE = 256
 # Of the whole process: its standard error is one, and what two threads put back in turn would not be the first.
 _QUIET_LOCK = threading.Lock()
 _UNUSED = re.compile("nvjpeg2|nvtiff", re.IGNORECASE)
-_XMP = b"http://ns.adobe.com/xap/1.0/\0"
-# Pillow turns an image by this where EXIF does not say how.
-_XMP_TURNED = re.compile(rb'tiff:Orientation(?:="|>)[02-9]')
 
 
 class PlacedImage(NamedTuple):
@@ -162,11 +148,23 @@ class Nvimgcodec:
             content: the file's bytes; borrowed by what is returned.
         """
         frame = jpeg_frame(content)
+        if frame is None:
+            return None
+        return self.vetted_stream(content if isinstance(content, bytes) else np.frombuffer(content, np.uint8), *frame)
+
+    def vetted_stream(self, content: bytes | NDArray[np.uint8], height: int, width: int) -> Any:
+        """Returns nvImageCodec's view of a file of which `jpeg_frame` says height and width; None where none is made.
+
+        Args:
+            content: the file's bytes; borrowed by what is returned.
+            height: in pixels.
+            width: in pixels.
+        """
         limit = Image.MAX_IMAGE_PIXELS
-        if frame is None or frame.precision != 8 or (limit is not None and frame.height * frame.width > 2 * limit):
+        if limit is not None and height * width > 2 * limit:
             return None
         try:
-            return self._module.CodeStream(content if isinstance(content, bytes) else np.frombuffer(content, np.uint8))
+            return self._module.CodeStream(content)
         except RuntimeError:
             return None
 
@@ -331,55 +329,3 @@ def _placed(image: Any, channels: int) -> PlacedImage | None:
         return None
     strides = interface.get("strides")
     return PlacedImage(interface["data"][0], strides[0] if strides else shape[1] * channels, shape)
-
-
-class JpegFrame(NamedTuple):
-    """What a JPEG file says of its image."""
-
-    precision: int
-    height: int
-    width: int
-
-
-def jpeg_frame(content: bytes | memoryview) -> JpegFrame | None:
-    """Reads a JPEG file's header; None where the file has no end, colours that are not YCbCr, or is turned by XMP.
-
-    libjpeg's rules: JFIF says YCbCr; else Adobe's marker says it, if there is one; else the components' numbers.
-    """
-    if content[-2:] != _JPEG_END and _JPEG_END not in bytes(content[max(2, len(content) - _JPEG_TAIL) :]):
-        return None
-    common = _COMMON_JPEG.match(content)
-    if common is not None:
-        return JpegFrame(*_FRAME.unpack_from(content, common.end()))
-    if content[:3] != b"\xff\xd8\xff":
-        return None
-    place = 2
-    jfif = False
-    adobe = None
-    last = len(content) - 10
-    while place < last:
-        if content[place] != 0xFF:
-            return None
-        marker = content[place + 1]
-        if marker == 0xFF:
-            place += 1
-            continue
-        body = place + 4
-        end = place + 2 + (content[place + 2] << 8 | content[place + 3])
-        if marker == 0xE0:
-            jfif = jfif or content[body : body + 5] == b"JFIF\0"
-        elif marker == 0xE1:
-            if content[body : body + len(_XMP)] == _XMP and _XMP_TURNED.search(content, body, end):
-                return None
-        elif marker == 0xEE:
-            if content[body : body + 5] == b"Adobe" and body + 12 <= min(end, len(content)):
-                adobe = content[body + 11]
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            components = content[body + 5]
-            if components == 3:
-                is_plain = jfif or (content[body + 6 : end : 3] != b"RGB" if adobe is None else adobe == 1)
-            else:
-                is_plain = components == 1
-            return JpegFrame(*_FRAME.unpack_from(content, body)) if is_plain else None
-        place = end
-    return None

@@ -1,22 +1,25 @@
 """Samples loaded ahead of their consumer by threads, and copied to the device while it works on those before.
 
-Workers call the data set and write into pinned buffers, one more thread queues the copies, and the consumer takes the
-samples in order. See sample.py for the buffers.
+Workers call the data set and write into pinned buffers, one more thread queues the copies and what `DeviceTransform`s
+do on the device, and the consumer takes the samples in order. See sample.py for the buffers.
 
 Note [ending]: an iteration ends when its last sample was taken and another is asked for, when its consumer leaves the
 loop for whatever reason, and when it is closed. All of these lead to `_Pipeline.close`, on whatever thread the garbage
 collector happens to run. The threads know the pipeline, and nothing of them knows the `Iteration`, whose end is what
 closes the pipeline. A thread cannot be ended from outside: a worker ends when the data set has given the sample that
-it is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more. Only
-a caller of `close` waits for so long. Who is interrupted, or lets go of the iteration (which Ctrl-C in a loop's body
-does: nobody can tell it from `break`), waits for `HASTE_S`, and one more thread does the rest.
+it is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more. So
+does the thread of the copies when a transform has been applied. Only a caller of `close` waits for so long. Who is
+interrupted, or lets go of the iteration (which Ctrl-C in a loop's body does: nobody can tell it from `break`), waits
+for `HASTE_S`, and one more thread does the rest.
 
 Note [errors]: whatever becomes of a thread, it publishes an outcome for the step that it is at: a step without one
 would be waited for for ever.
 
-Note [capture]: the threads allocate, record and wait on streams of their own while the consumer may be capturing a CUDA
-graph. That is allowed while the capture's mode is "relaxed" (CuPy's own) or "thread local", not "global". They never
-touch a stream of the consumer's. The consumer cannot take, release or first read a sample within a capture.
+Note [capture]: the threads allocate, launch, record and wait on streams of their own while the consumer may be
+capturing a CUDA graph. That is allowed while the capture's mode is "relaxed" (CuPy's own) or "thread local", not
+"global"; so is loading a kernel that a `DeviceTransform` needs for the first time, which mostly happens before the
+consumer has its first sample. They never touch a stream of the consumer's. The consumer cannot take, release or first
+read a sample within a capture.
 """
 
 import contextlib
@@ -34,7 +37,7 @@ from numpy.typing import NDArray
 from flcuda import device as devices
 from flcuda import rng
 from flcuda.data.chain import Chain, Dataset, add_note, sample_kept, whole_number
-from flcuda.data.sample import CudaLink, Link, Ring, RingMemory, Sample
+from flcuda.data.sample import CudaLink, Finish, Link, Ring, RingMemory, Sample
 from flcuda.data.transforms import Draws, Transform
 from flcuda.device import Device
 from flcuda.errors import FlcudaError
@@ -56,14 +59,32 @@ _INDICES_NAMED = 8
 
 @runtime_checkable
 class DeviceTransform(Protocol):
-    """A change of a batch whose random parameters are drawn on the host, by a worker, and travel with the sample."""
+    """A change of a batch whose random parameters are drawn on the host, by a worker, and travel with the sample.
+
+    On a device it is applied ahead: while the consumer works on the sample before.
+    """
 
     def parameters(self, batch: Any, draws: Draws) -> NDArray[Any]:
         """Returns the parameters of a batch as the data set gave it, (N, ...) on the host."""
         ...
 
     def apply(self, batch: Any, parameters: Any) -> Any:
-        """Returns the changed batch; both arguments are on the device, to be read on the current stream."""
+        """Returns the changed batch.
+
+        Called by the loader's thread that queues copies, by the consumer's without workers, one call at a time; context
+        variables of the consumer's, such as a policy, are not set on the former. On the CPU device the consumer calls
+        it, by `Sample.arrays`.
+
+        Args:
+            batch: on the device, to be read on the current stream, the loader's own; borrowed, and not to be written:
+                what the data set gave on the device is here as it is.
+            parameters: likewise.
+
+        Returns:
+            What is whole when the current stream comes to it, in memory allocated in that stream's order (CuPy's
+            current allocator is the loader's); or `batch`, or parts of it. The loader takes the next batch into it
+            once the consumer has released the sample, if nobody keeps it.
+        """
         ...
 
 
@@ -75,8 +96,10 @@ class PrefetchDataset:
     end with it, see `Iteration`.
 
     The samples of an epoch are the same whatever the depth, the workers and the device. Memory is bounded: `depth`
-    pinned and device buffers as large as the largest sample and an eighth, and a sample in each worker; of fields that
-    the data set makes on the device, as many samples more as there are buffers.
+    pinned and device buffers as large as the largest sample and an eighth, and a sample in each worker; what
+    `DeviceTransform`s make of `depth` samples, and of one more while the consumer still has arrays of the last; of
+    fields that the data set makes on the device, as many samples more as there are buffers, twice as many where a
+    `DeviceTransform` returns what it was given. Fields of the device that such a transform takes are in no buffer.
 
     A batch that the data set could serve in part (see `flcuda.data.chain.KeepsSome`) is served so, and `Sample.kept`
     says what is left; one of which nothing is left is passed over and counted, see `Iteration.skipped`.
@@ -91,9 +114,10 @@ class PrefetchDataset:
         workers: threads that call the data set; None asks it, or the first of those that it is made of, for
             `best_workers`, and takes one a core, at most 8, where nobody says; 0 loads and copies when the consumer
             asks.
-        transforms: the i-th changes the i-th field after the prefetch, on the consumer's current stream and thread;
-            None and a missing one leave it as it is. Each is a `Transform`, called with the batch on the device, or
-            a `DeviceTransform`. The data set must be one of batches.
+        transforms: the i-th changes the i-th field on the device; None and a missing one leave it as it is. A
+            `Transform` is called when the sample's arrays are asked for, on the consumer's current stream and thread. A
+            `DeviceTransform` is applied ahead, on the stream of the copies, as soon as one of the buffers is free;
+            what it raises ends the iteration. The data set must be one of batches.
         start: step at which the first iteration begins, to take up an interrupted epoch; later ones begin at 0.
         seed: of the transforms' random numbers, which are those that a `TransformDataset` would have used.
 
@@ -219,11 +243,12 @@ class Iteration(Iterator[Sample]):
         return self._pipeline.ring.memory
 
     def __next__(self) -> Sample:
-        """Releases the last sample and returns the next, waiting for its copy to be queued.
+        """Releases the last sample and returns the next, waiting for its copy and its transforms ahead to be queued.
 
         Raises:
             FlcudaError: the current stream captures a graph.
-            Exception: what the data set raised, with a note that says for which sample; the iteration has ended.
+            Exception: what the data set or a transform ahead raised, with a note that says for which sample; the
+                iteration has ended.
         """
         if not self._finalizer.alive:
             raise StopIteration
@@ -280,6 +305,7 @@ class _Nothing(enum.Enum):
 
 _T = TypeVar("_T")
 _Outcome = Sample | BaseException | _Nothing
+_Change = tuple[int, Callable[[list[Any]], None]]  # of the field at a place, in the list of all
 
 
 class _Load:
@@ -310,8 +336,10 @@ class _Load:
         fields = list(served)
         if not self._transforms:
             return Sample(step, self._epoch, self._link, kept=kept), fields
-        count, epoch = len(fields), self._epoch
-        changes: list[tuple[int, Callable[[list[Any]], None]]] = []
+        count = len(fields)
+        ahead: list[_Change] = []
+        later: list[_Change] = []
+        taken: list[int] = []
         for place, transform in self._transforms:
             if place >= count:
                 raise ValueError(f"transforms[{place}] has no field: the samples have {count}")
@@ -326,10 +354,25 @@ class _Load:
                     "samples out must say by batch_kept which are left"
                 )
             if isinstance(transform, DeviceTransform):
+                changes = later if self._link is None else ahead
+                changes.append((place, _changed(place, transform, len(fields))))
+                taken += [place, len(fields)]
                 fields.append(transform.parameters(fields[place], draws))
-                changes.append((place, _changed(place, transform, len(fields) - 1)))
             else:
-                changes.append((place, _transformed(place, transform, draws)))
+                later.append((place, _transformed(place, transform, draws)))
+        sample = Sample(
+            step,
+            self._epoch,
+            self._link,
+            self._finish(step, later, count) if later else None,
+            ahead=self._finish(step, ahead, count) if ahead else None,
+            taken=taken,
+            kept=kept,
+        )
+        return sample, fields
+
+    def _finish(self, step: int, changes: Sequence[_Change], count: int) -> Finish:
+        """Returns what makes changes to the fields of a step, and leaves the first `count`."""
 
         def finish(arrived: list[Any]) -> list[Any]:
             arrived = list(arrived)
@@ -337,18 +380,18 @@ class _Load:
                 try:
                     change(arrived)
                 except Exception as error:
-                    note = f"while transforms[{place}] changed field {place} of sample {step} of epoch {epoch}"
+                    note = f"while transforms[{place}] changed field {place} of sample {step} of epoch {self._epoch}"
                     add_note(error, note + self._names(step), "transforms")
                     raise
             return arrived[:count]
 
-        return Sample(step, epoch, self._link, finish, kept=kept), fields
+        return finish
 
     def explain(self, error: BaseException, step: int) -> BaseException:
         """Returns an error with a note that says where it comes from, fit to be raised out of `__next__`."""
         if isinstance(error, StopIteration):
             # It would end the consumer's loop without a word.
-            cause, error = error, RuntimeError("the data set raised StopIteration for a sample")
+            cause, error = error, RuntimeError("StopIteration was raised for a sample")
             error.__cause__ = cause
         note = f"while sample {step} of epoch {self._epoch} of a {type(self._dataset).__name__} was loaded"
         add_note(error, note + self._names(step), "prefetch")
@@ -383,8 +426,8 @@ def _transformed(place: int, transform: Transform, draws: Draws) -> Callable[[li
 class _Pipeline:
     """The threads of one iteration and what they share.
 
-    A step's outcome is a sample or an exception. It goes from a worker by `_staged` to the thread that queues copies,
-    and from there by `_ready` to the consumer, each in the order of the steps.
+    A step's outcome is a sample or an exception. It goes from a worker by `_staged` to the thread that queues copies
+    and what is made ahead, and from there by `_ready` to the consumer, each in the order of the steps.
     """
 
     def __init__(self, load: _Load, ring: Ring, start: int, stop: int, workers: int) -> None:
@@ -573,7 +616,7 @@ class _Pipeline:
                 return
 
     def _send(self, step: int) -> _Outcome | None:
-        """Queues the copy of a step when it is staged and its slot is free; None when the iteration ends."""
+        """Sends a step on its way when it is staged and its slot is free; None when the iteration ends."""
         with self._condition:
             if not self._wait_for(lambda: step in self._staged):
                 return None

@@ -6,23 +6,30 @@ slot in three steps, each by another thread of the prefetcher:
 - `stage` (a worker): the fields of the host are written into the pinned buffer, once the copy before has left it. Those
   of the device may still be in the making, on the worker's current stream.
 - `send` (one thread for all slots): both are copied into the device buffer on the one copy stream, which first waits
-  for the worker's stream, and for what the readers of the sample before had queued when they released it.
-- `Sample.arrays` (the consumer): the consumer's current stream waits for the copy; the host does not.
+  for the worker's stream, and for what the readers of the sample before had queued when they released it. There, too,
+  `ahead` makes of what arrived what the consumer sees. It takes fields of the device where they are, without a copy.
+- `Sample.arrays` (the consumer): the consumer's current stream waits for all of that; the host does not.
 
 Workers have streams of their own: on the copy stream what they make on the device would wait for the readers. So the
-copy stream does not order what they allocate next after the copies, and their fields are kept until those are done.
+copy stream does not order what they allocate next after the copies, and their fields are kept until those are done, and
+`ahead` with them.
 
-Buffers never move on before an event says so, and events wait on the device. The host waits in `stage` only, for the
-copy out of that pinned buffer.
+What `ahead` makes is allocated in the copy stream's order. Its slot keeps it, whoever else lets go of it, until that
+stream waits for the last readers: before the next sample of the slot is sent. Not at the release, or all other samples
+would wait for the readers of this one.
+
+Buffers never move on before an event says so, and events wait on the device. The host waits in `stage` only, for what
+was queued when that slot's last sample was sent.
 
 What the ring needs of CUDA is the `Link`; without one (the CPU device) fields are handed over as they are.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -45,7 +52,7 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 Finish = Callable[[list[Any]], Sequence[Any]]
-"""What makes the fields that the consumer sees of those that arrived, on the consumer's current stream."""
+"""What makes other fields of those that arrived, on the current stream: the copy stream, or the consumer's."""
 
 
 class Link(Protocol):
@@ -58,7 +65,10 @@ class Link(Protocol):
     device: Device
 
     def use(self, stream: Any = None) -> AbstractContextManager[Any]:
-        """Makes the device and a stream, by default the copy stream, this thread's current ones."""
+        """Makes the device and a stream, by default the copy stream, this thread's current ones.
+
+        With the copy stream comes an allocator in its order, whose arrays may outlive the link.
+        """
         ...
 
     def new_stream(self) -> Any:
@@ -71,6 +81,10 @@ class Link(Protocol):
 
     def memory(self, nbytes: int) -> Array:
         """Allocates device memory, uint8 (nbytes,), which is freed with the array."""
+        ...
+
+    def allocated(self) -> int:
+        """Returns the bytes that the copy stream's allocator holds; may be called outside of `use`."""
         ...
 
     def is_resident(self, a: object) -> bool:
@@ -122,7 +136,8 @@ class CudaLink:
     """The link to a CUDA device by CuPy, with streams of its own.
 
     The buffers are neither of CuPy's pools. A pool would keep page-locked memory for ever, and device memory in the
-    order of a stream that is no more when a consumer lets go of its last arrays.
+    order of a stream that is no more when a consumer lets go of its last arrays. For the same reason what is allocated
+    on the copy stream is of a pool of its own, which goes with the link and the last of its arrays.
 
     Args:
         device: the CUDA device.
@@ -134,14 +149,34 @@ class CudaLink:
         with device.use():
             # Non-blocking: the legacy default stream, on which consumers work by default, must not wait for copies.
             self._copy = self._cuda.Stream(non_blocking=True)
+            self._pool = self._cuda.MemoryPool()
+            # Makes the device's part of it now, and not on two threads at once.
+            self._pool.free_all_blocks()
         # To load on, each with what allocates in its order: a thread may have an allocator of its own.
         self._others: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def use(self, stream: Any = None) -> Iterator[None]:
         """Makes the device and a stream, by default the copy stream, this thread's current ones."""
-        with self.device.use(), self._copy if stream is None else stream:
+        allocator = contextlib.nullcontext() if stream is not None else self._cuda.using_allocator(self._allocate)
+        with self.device.use(), self._copy if stream is None else stream, allocator:
             yield
+
+    def _allocate(self, nbytes: int) -> Any:
+        try:
+            block = self._pool.malloc(nbytes)
+        except MemoryError:
+            # Perhaps CuPy's pool has it and does not need it.
+            devices.cupy().get_default_memory_pool().free_all_blocks()
+            block = self._pool.malloc(nbytes)
+        # Blocks of a pool do not keep it, and are gone with it.
+        memory = self._cuda.UnownedMemory(block.ptr, nbytes, (block, self._pool), self.device.index)
+        return self._cuda.MemoryPointer(memory, 0)
+
+    def allocated(self) -> int:
+        """Returns the bytes that the copy stream's allocator holds; may be called outside of `use`."""
+        with self.device.use():
+            return int(self._pool.total_bytes())
 
     def new_stream(self) -> Any:
         """Returns a stream to load on, which waits for no other and no other for it; may be called outside of `use`."""
@@ -162,8 +197,9 @@ class CudaLink:
         except self._cuda.runtime.CUDARuntimeError as error:
             if error.status != _CUDA_ERROR_MEMORY_ALLOCATION:
                 raise
-            # Perhaps CuPy's pool has it and does not need it.
+            # Perhaps a pool has it and does not need it.
             devices.cupy().get_default_memory_pool().free_all_blocks()
+            self._pool.free_all_blocks()
             try:
                 memory = self._new_memory(nbytes)
             except self._cuda.runtime.CUDARuntimeError as again:
@@ -229,9 +265,10 @@ class CudaLink:
         self._copy.synchronize()
 
     def close(self) -> None:
-        """Gives the streams back, and the blocks that data sets allocated in their order."""
+        """Gives the streams back, and the blocks that were allocated in their order and that nobody has."""
         others, self._others = self._others, []
         with self.device.use():
+            self._pool.free_all_blocks()
             for stream, allocator in others:
                 pool = getattr(allocator, "__self__", None)
                 if isinstance(pool, self._cuda.MemoryPool):
@@ -245,19 +282,22 @@ class RingMemory:
     Attributes:
         slots: how many there are.
         pinned: page-locked host memory, in bytes.
-        device: device memory, in bytes.
+        device: device memory, in bytes: the buffers, and what was made of the samples ahead.
         largest: the largest sample so far, in bytes.
+        kept: fields that the data set made on the device, kept until they are read there, in bytes.
     """
 
     slots: int = 0
     pinned: int = 0
     device: int = 0
     largest: int = 0
+    kept: int = 0
 
     def __str__(self) -> str:
+        kept = f", {self.kept / _MIB:.1f} MiB of the data set's" if self.kept else ""
         return (
-            f"{self.slots} slots: {self.pinned / _MIB:.1f} MiB pinned, {self.device / _MIB:.1f} MiB on the device; "
-            f"largest sample {self.largest / _MIB:.1f} MiB"
+            f"{self.slots} slots: {self.pinned / _MIB:.1f} MiB pinned, {self.device / _MIB:.1f} MiB on the device"
+            f"{kept}; largest sample {self.largest / _MIB:.1f} MiB"
         )
 
     def __add__(self, other: "RingMemory") -> "RingMemory":
@@ -266,6 +306,7 @@ class RingMemory:
             self.pinned + other.pinned,
             self.device + other.device,
             max(self.largest, other.largest),
+            self.kept + other.kept,
         )
 
 
@@ -294,6 +335,8 @@ class Sample:
         link: Link | None = None,
         finish: Finish | None = None,
         *,
+        ahead: Finish | None = None,
+        taken: Iterable[int] = (),
         kept: NDArray[np.int64] | None = None,
     ) -> None:
         self.index = index
@@ -301,12 +344,14 @@ class Sample:
         self.kept = kept
         self.skipped = 0
         self._link = link
-        self._finish = finish
+        self._finish = finish  # on the stream of whoever asks for the arrays first
+        self._ahead = ahead  # on the copy stream, before
+        self._taken = frozenset(taken)  # places of fields that only `ahead` reads
         self._fields: list[Any] | None = None
         self._result: tuple[Any, ...] | None = None
         self._ready: Any = None  # the event after which the arrays are whole
         self._streams: dict[Any, None] = {}  # those that wait for it, in order
-        self._maker: Any = None  # that on which the transforms ran, and in whose order their results are allocated
+        self._maker: Any = None  # that on which `finish` ran, and in whose order its results are allocated
         self._released = False
         self._readers: tuple[Any, ...] = ()  # events after the last reads, once released
         self._on_release: Callable[[], None] | None = None
@@ -329,7 +374,8 @@ class Sample:
         """Returns the fields on the device, after the loader's transforms.
 
         The current stream waits for them; the host does not. A consumer that reads on several streams calls this under
-        each of them.
+        each of them. `DeviceTransform`s were queued when the sample was sent to the device, other transforms run in the
+        first call; on the CPU device all do.
 
         Returns:
             Arrays of the device and `ImageBatch`es of such; borrowed, see the class.
@@ -420,7 +466,7 @@ class Sample:
         self._let_go()
 
     def _recorded(self, link: Link, streams: Iterable[Any]) -> tuple[Any, ...]:
-        """Returns events after what is queued on the streams, and keeps what the transforms made until those."""
+        """Returns events after what is queued on the streams, and keeps what `finish` made until those."""
         events = {stream: link.record(stream) for stream in streams}
         if self._maker in events:
             # The allocator gives its memory to whatever is queued there next.
@@ -432,7 +478,8 @@ class Sample:
     def _let_go(self) -> None:
         self._released = True
         # What is kept of a released sample keeps neither memory nor stream.
-        self._fields = self._result = self._finish = self._on_release = self._link = self._ready = None
+        self._fields = self._result = self._finish = self._ahead = None
+        self._on_release = self._link = self._ready = None
         self._streams, self._maker = {}, None
 
 
@@ -455,11 +502,14 @@ class Ring:
     @property
     def memory(self) -> RingMemory:
         """What is allocated now."""
+        # Whoever closes it, on another thread, takes both away.
+        slots, link = self.slots, self.link
         return RingMemory(
-            len(self.slots),
-            sum(0 if slot.pinned is None else slot.pinned.nbytes for slot in self.slots),
-            sum(0 if slot.device is None else slot.device.nbytes for slot in self.slots),
-            max((slot.largest for slot in self.slots), default=0),
+            len(slots),
+            sum(_nbytes(slot.pinned) for slot in slots),
+            sum(_nbytes(slot.device) for slot in slots) + (0 if link is None else link.allocated()),
+            max((slot.largest for slot in slots), default=0),
+            sum(slot.kept for slot in slots),
         )
 
     def abandon(self) -> None:
@@ -511,9 +561,11 @@ class Slot:
         self.staged: Sample | None = None
         self.held: Sample | None = None
         self._link = link
-        self._sent: Any = None  # the event after the last copy
+        self._sent: Any = None  # the event after the last copy, and what was made ahead
         self._made: Any = None  # the event after which the staged fields of the device are whole
-        self._sources: list[Any] = []  # the fields of the device whose copies may not be done
+        self._sources: list[Any] = []  # the fields of the device that may be read until `_sent`
+        self._lent: list[Any] = []  # those that may be part of what the consumer has
+        self._results: list[Any] = []  # what was made ahead, and its readers are not waited for yet
         self._layout: _Layout | None = None
         self._fields: list[Any] = []
 
@@ -521,6 +573,14 @@ class Slot:
     def is_free(self) -> bool:
         """Whether the next sample can be sent: the last one was released."""
         return self.held is None or self.held._released
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the fields on the device that are kept, in transit or to be sent."""
+        # In this order, as another thread may be sending them.
+        layout = self._layout
+        staged = [] if layout is None else layout.residents
+        return sum({id(array): array.nbytes for array in (*staged, *self._sources, *self._lent)}.values())
 
     def stage(self, sample: Sample, fields: Sequence[Any]) -> None:
         """Takes the fields of a sample; those on the host are in the pinned buffer when this returns.
@@ -538,25 +598,29 @@ class Slot:
             self._fields = [_host_field(field, place) for place, field in enumerate(fields)]
             self.largest = max(self.largest, sum(field.nbytes for field in self._fields))
         else:
-            layout = _Layout(fields, link)
+            layout = _Layout(fields, link, sample._taken)
             if self._sent is not None:
                 link.wait(self._sent)
             self._sources = []
-            self._made = link.record(link.stream()) if layout.has_residents else None
+            self._made = link.record(link.stream()) if layout.residents else None
             if self.pinned is None or self.pinned.nbytes < layout.host_bytes:
                 size = _capacity(layout.host_bytes)
                 self.pinned = None  # freed before the larger one is asked for
                 self.pinned = link.pinned(size)
             layout.write(self.pinned)
-            self.largest = max(self.largest, layout.nbytes)
+            self.largest = max(self.largest, layout.sample_bytes)
             self._layout = layout
         self.staged = sample
 
     def send(self) -> Sample:
-        """Queues the copy of the staged sample, after what still reads the buffer; needs `is_free`.
+        """Queues the copy of the staged sample, after what still reads the buffer, and `ahead`; needs `is_free`.
 
         Returns:
             The sample, ready for its consumer.
+
+        Raises:
+            MemoryError: the device is full.
+            Exception: what `ahead` raised; the slot can only be cleared then.
         """
         sample = self.staged
         if sample is None or not self.is_free:
@@ -575,12 +639,22 @@ class Slot:
             if self._made is not None:
                 link.follow(self._made)
                 self._made = None
-            self._sources = layout.copy_residents(self.device, link)
+            # The readers of what was lent have just been waited for.
+            self._sources, self._lent = [*self._lent, *layout.residents], []
+            layout.copy_residents(self.device, link)
+            sample._fields = self._made_ahead(sample, layout.read(self.device), layout)
             self._sent = sample._ready = link.record()
-            sample._fields = layout.read(self.device)
         self._fields, self._layout = [], None
         self.staged, self.held = None, sample
         return sample
+
+    def _made_ahead(self, sample: Sample, arrived: list[Any], layout: "_Layout") -> list[Any]:
+        if sample._ahead is None:
+            return arrived
+        self._results = list(sample._ahead(arrived))
+        # For memory of another stream's allocator the copy stream's order is not enough.
+        self._lent = layout.lent(self._results)
+        return self._results
 
     def follow_readers(self) -> None:
         """Makes the copy stream wait for the last reads of the sample that the device buffer held."""
@@ -589,11 +663,13 @@ class Slot:
         for event in self.held._readers:
             self._link.follow(event)
         self.held = None
+        # The allocator may give it to what is queued from here on.
+        self._results = []
 
     def clear(self) -> None:
         """Lets go of everything."""
         self.pinned = self.device = self.staged = self.held = self._sent = self._made = self._layout = None
-        self._fields, self._sources = [], []
+        self._fields, self._sources, self._lent, self._results = [], [], [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,27 +694,36 @@ class _Part:
 class _Layout:
     """How the fields of one sample lie in a slot: first those of the host, then those of the device.
 
-    Arrays keep their order of dimensions in memory where they are dense in one, so that channels-last stays so.
+    Arrays keep their order of dimensions in memory where they are dense in one, so that channels-last stays so. Arrays
+    of the device that belong to a field in `taken` are read where they are, and have no place in the slot.
+
+    Attributes:
+        residents: the arrays that are on the device.
+        host_bytes: of the slot, for the arrays of the host.
+        nbytes: of the slot, for all.
+        sample_bytes: of the slot, and of the arrays that have no place there.
     """
 
-    def __init__(self, fields: Sequence[Any], link: Link) -> None:
+    def __init__(self, fields: Sequence[Any], link: Link, taken: Collection[int] = ()) -> None:
         self._images: list[int | None] = []  # channels of a field that is an ImageBatch
         arrays: list[Any] = []
+        self._is_taken: list[bool] = []
         for place, field in enumerate(fields):
-            is_images = isinstance(field, ImageBatch)
-            self._images.append(field.channels if is_images else None)
-            for array in (field.pixels, field.offsets, field.sizes) if is_images else (field,):
-                arrays.append(array if link.is_resident(array) else _host_array(array, place))
-                if link.is_resident(array) and devices.is_cuda(array) and devices.device_of(array) != link.device:
+            self._images.append(field.channels if isinstance(field, ImageBatch) else None)
+            for array in _arrays_of(field):
+                resident = link.is_resident(array)
+                arrays.append(array if resident else _host_array(array, place))
+                self._is_taken.append(resident and place in taken)
+                if resident and devices.is_cuda(array) and devices.device_of(array) != link.device:
                     raise TypeError(f"field {place} is on {devices.device_of(array)}, the loader on {link.device}")
         self._arrays: list[Any] = arrays
         self._parts: list[_Part] = [_Part(0, (), np.dtype(np.uint8), ())] * len(arrays)
         self._resident = [link.is_resident(array) for array in arrays]
-        self.has_residents = any(self._resident)
+        self.residents: list[Any] = list(compress(arrays, self._resident))
         end = 0
         for resident in (False, True):
             for i, array in enumerate(arrays):
-                if self._resident[i] == resident:
+                if self._resident[i] == resident and not self._is_taken[i]:
                     start = -(-end // _ALIGNMENT) * _ALIGNMENT
                     part = _Part(start, tuple(array.shape), array.dtype.newbyteorder("="), _memory_order(array))
                     self._parts[i] = part
@@ -646,6 +731,7 @@ class _Layout:
             if not resident:
                 self.host_bytes = end
         self.nbytes = end
+        self.sample_bytes = end + sum(map(_nbytes, compress(arrays, self._is_taken)))
 
     def write(self, buffer: Array) -> None:
         """Copies the host's arrays into a buffer, and lets go of them."""
@@ -654,26 +740,49 @@ class _Layout:
                 part.view(buffer)[...] = self._arrays[i]
                 self._arrays[i] = None
 
-    def copy_residents(self, buffer: Array, link: Link) -> list[Any]:
-        """Queues copies of the device's arrays into a buffer, lets go of them, and returns them."""
-        sources = []
+    def copy_residents(self, buffer: Array, link: Link) -> None:
+        """Queues copies of the device's arrays into a buffer, but of those taken."""
         for i, part in enumerate(self._parts):
-            if self._resident[i]:
+            if self._resident[i] and not self._is_taken[i]:
                 # In the order of the memory, where a plain copy does for both.
                 link.copy_resident(self._arrays[i].transpose(part.order), part.view(buffer).transpose(part.order))
-                sources.append(self._arrays[i])
-                self._arrays[i] = None
-        return sources
 
     def read(self, buffer: Array) -> list[Any]:
-        """Returns the fields as views of a buffer."""
-        remaining = iter([part.view(buffer) for part in self._parts])
+        """Returns the fields as views of a buffer; arrays that are taken as they are."""
+        remaining = iter(
+            [
+                array if taken else part.view(buffer)
+                for array, taken, part in zip(self._arrays, self._is_taken, self._parts, strict=True)
+            ]
+        )
         return [
             next(remaining)
             if channels is None
             else ImageBatch(next(remaining), next(remaining), next(remaining), channels)
             for channels in self._images
         ]
+
+    def lent(self, fields: Sequence[Any]) -> list[Any]:
+        """Returns the arrays, of those taken as they are, that fields may lie in the memory of."""
+        others = [array for field in fields for array in _arrays_of(field)]
+        taken = compress(self._arrays, self._is_taken)
+        return [array for array in taken if any(_may_share(array, other) for other in others)]
+
+
+def _arrays_of(field: Any) -> tuple[Any, ...]:
+    return (field.pixels, field.offsets, field.sizes) if isinstance(field, ImageBatch) else (field,)
+
+
+def _may_share(mine: Array, other: object) -> bool:
+    """Whether something may have memory in common with an array; of what is no array nobody knows."""
+    if isinstance(other, np.ndarray) or devices.is_cuda(other):
+        xp = devices.array_module(mine)
+        return isinstance(other, xp.ndarray) and bool(xp.may_share_memory(mine, other))
+    return True
+
+
+def _nbytes(array: Array) -> int:
+    return 0 if array is None else int(array.nbytes)
 
 
 def _capacity(nbytes: int) -> int:

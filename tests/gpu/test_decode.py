@@ -163,6 +163,27 @@ class TestNvimgcodec:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(one, range(60)))
 
+    def test_files_that_processes_read(self, tmp_path: Path) -> None:
+        """From memory that they write to again and again, while the batches of other threads are decoded."""
+        paths = [tmp_path / f"{number}.jpg" for number in range(40)]
+        for number, path in enumerate(paths):
+            path.write_bytes(encoded(photograph(100 + number, 180 - 2 * number, number), quality=90))
+        with Decoder("cuda") as decoder:
+            expected = on_host(decoder.decode([path.read_bytes() for path in paths]).batch)
+
+            def one(turn: int) -> None:
+                order = np.random.default_rng(turn).permutation(40)
+                with cp.cuda.Stream(non_blocking=True) as stream:
+                    batch = decoder.decode([paths[place] for place in order]).batch
+                    stream.synchronize()
+                    images = on_host(batch)
+                for image, place in zip(images, order, strict=True):
+                    np.testing.assert_array_equal(image, expected[place])
+
+            with ThreadPoolExecutor(3) as pool:
+                list(pool.map(one, range(100)))
+            assert 1 <= len(decoder._readers._all) <= 3
+
     def test_streams_that_are_no_more(self) -> None:
         """Each epoch of a prefetcher has streams of its own, and what was decoded on them goes after they have."""
         decoder = Decoder("cuda")

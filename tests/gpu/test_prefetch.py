@@ -21,7 +21,7 @@ from flcuda import data, device
 from flcuda.data.images import ImageBatch
 from flcuda.data.prefetch import PrefetchDataset
 from flcuda.data.sample import CudaLink, Link, RingMemory
-from flcuda.data.transforms import Augment
+from flcuda.data.transforms import Augment, Draws
 from flcuda.device import DTYPES, Device
 from flcuda.errors import FlcudaError
 
@@ -140,6 +140,68 @@ class OnDevice(Stamps):
         return result, np.full(3, index, np.int64)
 
 
+class Rows:
+    """Samples that are many copies of their number, and the number; batches made on the GPU by the worker are late."""
+
+    def __init__(
+        self, count: int, size: int = 100_000, *, on_device: bool = True, varies: bool = False, pause: float = 0.0
+    ) -> None:
+        self.count = count
+        self.size = size
+        self.on_device = on_device
+        self.varies = varies
+        self.pause = pause
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        raise AssertionError(index)
+
+    def batch(self, indices: Any, epoch: int) -> tuple[Any, ...]:
+        if self.pause:
+            time.sleep(self.pause)
+        size = self.size + 20_011 * (int(indices[0]) % 11) if self.varies else self.size
+        numbers = indices.astype(np.int32)[:, None]
+        if not self.on_device:
+            return np.repeat(numbers, size, axis=1), indices.copy()
+        result = device.cupy().full((len(indices), size), -1, np.int32)
+        spin(0.5)
+        result += device.cupy().asarray(numbers + 1)
+        return result, indices.copy()
+
+
+class Late:
+    """Three times the number, late, by way of memory that goes back to the allocator; or what it was given."""
+
+    def __init__(self, milliseconds: float = 0.0, *, same: bool = False) -> None:
+        self.milliseconds = milliseconds
+        self.same = same
+        self.fails_at = -1
+        self.calls = 0
+        self.streams: set[Any] = set()
+
+    def parameters(self, batch: Any, draws: Draws) -> Any:
+        return draws.indices.astype(np.int32)
+
+    def apply(self, batch: Any, parameters: Any) -> Any:
+        self.calls += 1
+        self.streams.add(device.cupy().cuda.get_current_stream().ptr)
+        double = batch * 2
+        spin(self.milliseconds)
+        if self.calls == self.fails_at:
+            raise ZeroDivisionError("in the transform")
+        return batch if self.same else double + parameters[:, None]
+
+
+def wrong_rows(sample: Any, factor: int = 3) -> Any:
+    """Queues a count of what does not belong to a sample of `Rows` by `Late`; read it later."""
+    rows, numbers = sample.arrays()
+    first = sample.index * len(numbers)
+    expected = device.cupy().arange(first, first + len(numbers))
+    return (rows != factor * expected[:, None]).sum() + (numbers != expected).sum()
+
+
 def running() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("flcuda prefetch")]
 
@@ -245,6 +307,78 @@ def test_stamps_of_what_workers_make_on_the_device(depth, workers, consumer_ms):
     assert len(counts) == 30
     del sample
     loader.require_clean()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(("consumer_ms", "transform_ms"), [(3.0, 0.0), (0.0, 3.0), (1.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_stamps_of_device_transforms(depth, workers, consumer_ms, transform_ms, own_stream, on_device):
+    """A slow consumer, a slow transform, late sources, and sizes that change meanwhile."""
+    cupy = device.cupy()
+    stream = cupy.cuda.Stream(non_blocking=True) if own_stream else cupy.cuda.Stream.null
+    transform = Late(transform_ms)
+    dataset = data.BatchDataset(Rows(60, on_device=on_device, varies=True), 2)
+    loader = Counted(dataset, depth=depth, workers=workers, transforms=(transform,))
+    with stream:
+        counts = []
+        for sample in loader:
+            sample.arrays()
+            if consumer_ms:
+                spin(consumer_ms)
+            counts.append(wrong_rows(sample))
+            if sample.index % 3 == 0:
+                sample.release()
+        assert len(counts) == 30
+        assert total(counts) == 0
+        assert stream.ptr not in transform.streams
+        assert len(transform.streams) == 1
+    del sample
+    loader.require_clean()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_stamps_of_device_transforms_on_two_streams(depth, same, workers):
+    """Both read a sample, the second one late; the release is on a third, and the last arrays are kept for a while."""
+    cupy = device.cupy()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    dataset = data.BatchDataset(Rows(60), 2)
+    loader = Counted(dataset, depth=depth, workers=workers, transforms=(Late(0.5, same=same),))
+    counts = []
+    for sample in loader:
+        for number, stream in enumerate(streams):
+            with stream:
+                kept = sample.arrays()
+                spin(2.0 * number)
+                counts.append(wrong_rows(sample, 1 if same else 3))
+    device.synchronize(CUDA)
+    assert len(counts) == 60
+    assert total(counts) == 0
+    del sample, kept
+    loader.require_clean()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_device_transform_and_a_plain_one(workers):
+    """The plain one sees its own field, on the consumer's stream."""
+    cupy = device.cupy()
+    streams = set()
+
+    def negated(batch: Any, draws: Draws) -> Any:
+        streams.add(cupy.cuda.get_current_stream().ptr)
+        assert (draws.indices == to_numpy(batch)).all()
+        return -batch
+
+    loader = Counted(data.BatchDataset(Rows(20), 2), workers=workers, transforms=(Late(0.5), negated))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for sample in loader:
+            rows, numbers = sample
+            assert (to_numpy(numbers) == [-2 * sample.index, -2 * sample.index - 1]).all()
+            assert (to_numpy(rows) == -3 * to_numpy(numbers)[:, None]).all()
+        assert streams == {stream.ptr}
 
 
 def test_stamps_while_memory_is_short():
@@ -373,7 +507,80 @@ def test_copies_run_beside_the_consumers_kernels(kind, options):
         iteration.close()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("options", [{"null": True}, {}, {"non_blocking": True}], ids=["null", "blocking", "own"])
+def test_device_transforms_run_beside_the_consumers_kernels(on_device, options):
+    cupy = device.cupy()
+    with cupy.cuda.Stream(**options) as stream:
+        dataset = data.BatchDataset(Rows(40, on_device=on_device, pause=0.1), 2)
+        iteration = iter(Counted(dataset, depth=3, workers=1, transforms=(Late(5.0),)))
+        for _ in range(6):
+            wrong_rows(next(iteration))  # the pools have their blocks
+        stream.synchronize()
+        spin(2000.0)
+        sample = next(iteration)  # loaded, copied and changed only now
+        deadline = time.monotonic() + 1.5
+        while (state := sample.state) != "device" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        busy = not stream.done
+        count = wrong_rows(sample)
+        stream.synchronize()
+        assert busy
+        assert state == "device"
+        assert int(count) == 0
+        iteration.close()
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["streamCaptureModeRelaxed", "streamCaptureModeThreadLocal"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_capture_while_the_loader_augments(mode, on_device, rng):
+    """Kernels, allocations and events beside it; the first ones of all while the consumer captures already.
+
+    The first sample is taken after a capture that begins with the threads.
+    """
+    cupy = device.cupy()
+    photographs = [rng.integers(0, 256, (*rng.integers(20, 60, 2), 3), np.uint8) for _ in range(30)]
+
+    class Photographs(Rows):
+        def batch(self, indices: Any, epoch: int) -> tuple[Any, ...]:
+            images = ImageBatch.of([photographs[i] for i in indices])
+            if on_device:
+                images = ImageBatch(cupy.asarray(images.pixels), images.offsets, images.sizes, 3)
+            return images, indices.copy()
+
+    augment = Augment(16, contrast=0.2, dtype="float16", layout="nhwc")
+    loader = Counted(data.BatchDataset(Photographs(30), 3), depth=2, workers=2, transforms=(augment,))
+    results, graphs = [], []
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        static = cupy.zeros((3, 3, 16, 16), np.float16)
+        result = cupy.zeros_like(static)
+        cupy.add(static, static, out=result)
+        stream.synchronize()
+        iteration = iter(loader)
+        for step in range(10):
+            if step:
+                static[...] = next(iteration)[0]
+            stream.begin_capture(getattr(cupy.cuda.runtime, mode))
+            try:
+                cupy.add(static, static, out=result)
+                time.sleep(0.02)
+            finally:
+                graph = stream.end_capture()
+            graph.launch(stream)
+            graphs.append(graph)
+            results.append(result.copy())
+        stream.synchronize()
+        iteration.close()
+    del iteration
+    loader.require_clean()
+    alone = PrefetchDataset(data.BatchDataset(Photographs(30), 3), CUDA, workers=0, transforms=(augment,))
+    expected = [to_numpy(images) for images, _ in alone]
+    assert not to_numpy(results[0]).any()
+    for got, wanted in zip(results[1:], expected, strict=False):
+        np.testing.assert_array_equal(to_numpy(got), wanted + wanted)
 
 
 @pytest.mark.parametrize("mode", ["streamCaptureModeRelaxed", "streamCaptureModeThreadLocal"])
@@ -561,6 +768,41 @@ def test_an_error_of_the_data_set_frees_everything(workers):
     loader.require_clean()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_error_of_a_device_transform_frees_everything(workers, on_device):
+    transform = Late(1.0)
+    transform.fails_at = 8
+    loader = Counted(
+        data.BatchDataset(Rows(40, on_device=on_device), 2), workers=workers, transforms=(transform,)
+    )  # fmt: skip
+    counts = []
+    with pytest.raises(ZeroDivisionError, match="in the transform") as caught:
+        counts.extend(wrong_rows(sample) for sample in loader)
+    assert caught.value.__notes__ == [
+        "while transforms[0] changed field 0 of sample 7 of epoch 0: a batch of samples 14, 15",
+        "while sample 7 of epoch 0 of a BatchDataset was loaded: a batch of samples 14, 15",
+    ]
+    assert len(counts) == 7
+    assert total(counts) == 0
+    del caught
+    gc.collect()
+    loader.require_clean()
+
+
+@pytest.mark.parametrize("leave", [leave_by_letting_go, leave_before_the_first, leave_by_ctrl_c, leave_a_cycle])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_leaving_device_transforms_early_frees_everything(leave, workers):
+    dataset = data.BatchDataset(Rows(400), 2)
+    loader = Counted(dataset, workers=workers, transforms=(Late(1.0),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "wrong", wrong_rows)
+        for _ in range(3):
+            leave(loader)
+            gc.collect()
+            loader.require_clean()
+
+
 def host_mib() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
@@ -596,6 +838,44 @@ def test_memory_is_flat_over_20_epochs(on_device):
     assert max(hosts[10:]) - max(hosts[:10]) < 32
     assert pinned_pool.n_free_blocks() <= free_before + 1  # labels and the like that CuPy copied by itself
     del stamps, _labels
+    loader.require_clean()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_memory_of_device_transforms_is_flat_over_20_epochs(on_device):
+    """The rows of an epoch's last sample are kept into the next one, as a loop does, and their pool with them."""
+    cupy = device.cupy()
+    size = 2_000_000
+    loader = Counted(
+        data.BatchDataset(Rows(24, size, on_device=on_device), 2), depth=2, workers=3, transforms=(Late(),)
+    )  # fmt: skip
+    nbytes = 2 * 4 * size
+    pool = cupy.get_default_memory_pool()
+    pools, used = [], []
+    for _ in range(20):
+        for rows, _numbers in loader:
+            memory = loader.memory
+            buffers = 2 * (65536 if on_device else nbytes * 9 // 8 + 65536)
+            # Two slots' results, one more that this loop has, and what the transform lets go of.
+            assert memory.device <= buffers + 4 * (nbytes + 512)
+            assert memory.kept <= (2 * nbytes if on_device else 0)
+            assert rows.nbytes == nbytes
+        assert loader.memory == RingMemory()
+        gc.collect()
+        pools.append(pool.total_bytes())
+        free, whole = cupy.cuda.runtime.memGetInfo()
+        used.append(whole - free)
+    assert max(pools[5:]) <= max(pools[:5])
+    assert max(used[10:]) - max(used[:10]) < nbytes
+    # What is kept beyond the end is whole, and is given back with the last of it.
+    part = rows[1:, ::2]
+    del rows, _numbers
+    assert (to_numpy(part) == 3 * 23).all()
+    device.synchronize(CUDA)
+    before, _ = cupy.cuda.runtime.memGetInfo()
+    del part
+    after, _ = cupy.cuda.runtime.memGetInfo()
+    assert after - before >= nbytes
     loader.require_clean()
 
 

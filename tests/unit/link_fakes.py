@@ -24,16 +24,29 @@ class Resident(np.ndarray):
     """An array in the memory of this device."""
 
 
+def memory_of(array: np.ndarray) -> np.ndarray:
+    """Returns the memory that an array lies in, which keeps nothing: what is queued keeps no array."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    offset = array.ctypes.data - root.ctypes.data
+    return np.ndarray(array.shape, array.dtype, root, offset, array.strides)
+
+
 class Pool:
     """Memory that is used again in the order of the stream that it was allocated on, as CuPy's pool does."""
 
     def __init__(self) -> None:
         self._free: collections.defaultdict[Any, list[np.ndarray]] = collections.defaultdict(list)
+        self.nbytes = 0
 
     def empty(self, size: int, stream: Any) -> tuple[Resident, np.ndarray]:
         """Returns an int32 array and, for what is queued, its memory."""
-        free = self._free[stream]
-        memory = free.pop() if free else np.full(size, -1, np.int32)
+        free = self._free[stream, size]
+        if not free:
+            self.nbytes += 4 * size
+            free.append(np.full(size, -1, np.int32))
+        memory = free.pop()
         array = memory.view(Resident)
         weakref.finalize(array, free.append, memory)
         return array, memory
@@ -68,7 +81,9 @@ class FakeLink:
         self.live = collections.Counter[str]()
         self.peak = collections.Counter[str]()
         self.copies = 0
+        self.resident_copies = 0
         self.closed = 0
+        self.pool = Pool()
         self.refuse_memory = False
         self._eager = eager
         self._speed = speed
@@ -96,6 +111,14 @@ class FakeLink:
         """Queues a kernel on the current stream."""
         self._queue(self.stream(), "run", work)
 
+    def empty(self, size: int) -> tuple[Resident, np.ndarray]:
+        """Returns an int32 array of the copy stream's allocator and, for what is queued, its memory."""
+        assert self.stream() is self.copy_stream
+        assert not self.closed
+        if self.refuse_memory:
+            raise MemoryError("the device is full")
+        return self.pool.empty(size, self.copy_stream)
+
     def drain(self) -> None:
         """Runs all that is queued."""
         with self._lock:
@@ -118,6 +141,9 @@ class FakeLink:
             raise MemoryError("the device is full")
         return self._allocated("device", nbytes)
 
+    def allocated(self) -> int:
+        return self.pool.nbytes
+
     def is_resident(self, a: object) -> bool:
         return isinstance(a, Resident)
 
@@ -127,8 +153,8 @@ class FakeLink:
 
     def copy_resident(self, source: Any, target: Any) -> None:
         assert self.stream() is self.copy_stream
-        # The memory, not the array: what is queued keeps nothing from being used again.
-        memory = source.view(np.ndarray)
+        self.resident_copies += 1
+        memory = memory_of(source)
         self._queue(self.copy_stream, "run", lambda: np.copyto(target, memory))
 
     def stream(self) -> Stream:

@@ -1,6 +1,7 @@
 """Decoding as a person expects, on the host and by nvImageCodec, which a fake plays."""
 
 import contextlib
+import copy
 import errno
 import gc
 import io
@@ -28,8 +29,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from flcuda import data
-from flcuda.data import DecodeError, Decoder
+from flcuda.data import DecodeError, Decoder, file_reader, reader_process
 from flcuda.data import nvimgcodec as nvimgcodec_module
+from flcuda.data.file_reader import FileReaders
+from flcuda.data.reader_process import jpeg_frame
 from flcuda.device import CPU
 
 decode_module = sys.modules["flcuda.data.decode"]
@@ -269,8 +272,8 @@ class TestDecode:
         ) as caught:
             data.decode(b"", name="member 7 of the archive")
         assert (caught.value.name, caught.value.reason) == ("member 7 of the archive", "is empty")
-        copy = pickle.loads(pickle.dumps(caught.value))
-        assert (copy.name, copy.reason, str(copy)) == (caught.value.name, caught.value.reason, str(caught.value))
+        second = pickle.loads(pickle.dumps(caught.value))
+        assert (second.name, second.reason, str(second)) == (caught.value.name, caught.value.reason, str(caught.value))
 
     def test_too_many_pixels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         content = encoded(Image.new("L", (400, 300)), "PNG")
@@ -471,11 +474,12 @@ class TestDecoder:
     def test_pickles(self) -> None:
         decoder = Decoder(channels=1, on_error="skip", threads=2)
         decoder.decode(mixture())
-        copy = pickle.loads(pickle.dumps(decoder))
-        assert (copy.channels, copy.on_error, copy.threads, copy.device, copy.skipped) == (1, "skip", 2, CPU, 0)
-        assert len(copy.decode(mixture()).kept) == 10
+        second = pickle.loads(pickle.dumps(decoder))
+        found = (second.channels, second.on_error, second.threads, second.device, second.skipped)
+        assert found == (1, "skip", 2, CPU, 0)
+        assert len(second.decode(mixture()).kept) == 10
         decoder.close()
-        copy.close()
+        second.close()
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -898,47 +902,188 @@ class TestTurns:
         assert max(most) == (2 if slow else 1)
 
 
+class TestReaders:
+    """Files that helper processes read are decoded as those that this process reads, and named in the same errors."""
+
+    @staticmethod
+    def folder(tmp_path: Path) -> list[Path]:
+        contents = mixture()
+        bits = bytearray(contents[0])
+        bits[bits.index(b"\xff\xc0") + 4] = 12
+        huge = contents[0][:-2] + bytes(40_000) + b"\xff\xd9"
+        paths = []
+        for place, content in enumerate([*contents, huge, png16(np.full((5, 6), 0x1234, np.uint16)), bytes(bits)]):
+            paths.append(tmp_path / f"{place}")
+            paths[-1].write_bytes(content)
+        (tmp_path / "folder").mkdir()
+        return [*paths, tmp_path / "folder", tmp_path / "none"]
+
+    @staticmethod
+    def warm(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Waits for a process; returns a list that is to have how many files the processes read of each batch."""
+        path = Path("/nowhere/none")
+        found: list[int] = []
+        real = FileReaders._read
+
+        def watched(*arguments: Any) -> Any:
+            result = real(*arguments)
+            found.append(len(result))
+            return result
+
+        monkeypatch.setattr(FileReaders, "_read", watched)
+        end = time.monotonic() + 60
+        while not found:
+            assert time.monotonic() < end
+            with decoder._readers.reading([path] * 16):
+                time.sleep(0.002)
+        found.clear()
+        return found
+
+    def test_any_order(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Here(monkeypatch)
+        monkeypatch.setattr(file_reader, "_ROOM", 30_000)
+        paths = self.folder(tmp_path)
+        with Decoder("cuda", on_error="skip") as decoder, Decoder("cuda", on_error="skip") as other:
+            other._readers.close()
+            found = self.warm(decoder, monkeypatch)
+            for seed in range(25):
+                draws = np.random.default_rng(seed)
+                order = [paths[place] for place in draws.integers(0, len(paths), 16 + seed)]
+                decoded, expected = decoder.decode(order), other.decode(order)
+                np.testing.assert_array_equal(decoded.kept, expected.kept)
+                assert [str(error) for error in decoded.errors] == [str(error) for error in expected.errors]
+                np.testing.assert_array_equal(decoded.batch.sizes, expected.batch.sizes)
+                for image, wanted in zip(decoded.batch.images(), expected.batch.images(), strict=True):
+                    np.testing.assert_array_equal(image, wanted)
+                good = [int(path.name) in (0, 1, 2, 3, 8) for path in order if path.name.isdigit()]
+                assert found[-1] == sum(good) > 0
+            assert len(found) == 25
+
+    def test_the_first_error_is_raised(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Here(monkeypatch)
+        paths = self.folder(tmp_path)
+        good = [paths[place] for place in (0, 1, 2, 3, 6, 8)]
+        bad = [paths[place] for place in (9, 10, 11, 15, 16, 17)]
+        with Decoder("cuda") as decoder, Decoder("cuda") as other:
+            other._readers.close()
+            for seed in range(12):
+                found = self.warm(decoder, monkeypatch)
+                draws = np.random.default_rng(seed)
+                order = [good[place] for place in draws.integers(0, len(good), 16)]
+                for place in draws.integers(0, 16, 3):
+                    order[place] = bad[draws.integers(len(bad))]
+                errors = []
+                for each in (other, decoder):
+                    with pytest.raises((DecodeError, OSError)) as caught:
+                        each.decode(order)
+                    errors.append((caught.type, str(caught.value)))
+                assert errors[0] == errors[1]
+                assert found[0] > 0
+                # After an error, who knows who still reads the memory.
+                assert not decoder._readers._free
+
+    def test_what_nvimgcodec_refuses_goes_to_pillow(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        contents = mixture()
+        here = Here(monkeypatch, refused=(contents[2],))
+        paths = self.folder(tmp_path)[:4] * 4
+        with Decoder("cuda") as decoder:
+            found = self.warm(decoder, monkeypatch)
+            batch = decoder.decode(paths).batch
+            for place in range(16):
+                np.testing.assert_array_equal(batch.image(place), data.decode(contents[place % 4]))
+            # Pillow's setting is this process's.
+            here.module.batches.clear()
+            monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 24)
+            assert len(decoder.decode(paths).batch) == 16
+            monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 21 * 34 // 2 - 1)
+            with pytest.raises(DecodeError, match="exceeds limit"):
+                decoder.decode(paths)
+            assert here.module.batches == [16, 4]
+            assert found == [16] * 3
+
+    def test_memory_is_in_use_until_all_is_decoded(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The pixels of each file say which one it is, whatever is read while it is decoded."""
+        Here(monkeypatch)
+        paths = [tmp_path / f"{place}.jpg" for place in range(24)]
+        for place, path in enumerate(paths):
+            path.write_bytes(encoded(Image.new("RGB", (24, 16), (10 * place, 0, 0)), "JPEG", quality=95))
+        decoder = Decoder("cuda")
+        found = self.warm(decoder, monkeypatch)
+
+        def work(first: int) -> None:
+            for turn in range(20):
+                places = [(first + 5 * turn + k) % len(paths) for k in range(17)]
+                batch = decoder.decode([paths[place] for place in places]).batch
+                reds = [float(image[..., 0].mean()) for image in batch.images()]
+                assert np.abs(np.array(reds) - 10 * np.array(places)).max() < 4, (places, reds)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(0, 28, 7)))
+        assert found.count(17) > 20
+        assert len(decoder._readers._all) <= 3
+        decoder.close()
+        assert not decoder._readers._all
+
+    def test_copies_start_their_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Here(monkeypatch)
+        monkeypatch.setattr(FakeDevice, "__deepcopy__", lambda device, _: device, raising=False)
+        paths = self.folder(tmp_path)[:4] * 4
+        with Decoder("cuda") as decoder:
+            self.warm(decoder, monkeypatch)
+            with copy.deepcopy(decoder) as other:
+                assert other._readers is not decoder._readers
+                assert not other._readers._all
+                assert len(other.decode(paths).batch) == 16
+            assert len(decoder.decode(paths).batch) == 16
+            assert "_readers" not in decoder.__getstate__()
+
+    def test_on_the_host_none_is_started(self, tmp_path: Path) -> None:
+        decoder = Decoder(on_error="skip")
+        decoder.decode(self.folder(tmp_path))
+        assert not decoder._readers._all
+
+
 class TestWholeJpeg:
     """Which files are left to nvImageCodec: those that it shows as libjpeg does."""
 
     def test_by_kind(self) -> None:
         expected = [True, True, True, True, False, False, False, False, True, False, False, False, False]
-        assert [nvimgcodec_module.jpeg_frame(content) is not None for content in mixture()] == expected
+        assert [jpeg_frame(content) is not None for content in mixture()] == expected
 
     def test_without_jfif_the_components_decide(self) -> None:
         content = bytearray(encoded(Image.fromarray(smooth(8, 8)), "JPEG"))
         assert content[2:4] == b"\xff\xe0"
         without = bytes(content[:2] + content[20:])
-        assert nvimgcodec_module.jpeg_frame(without)
+        assert jpeg_frame(without)
         # SOF0: length, precision, height, width, 3, then (number, sampling, table) for each.
         place = without.index(b"\xff\xc0") + 10
         named = bytearray(without)
         named[place : place + 9 : 3] = b"RGB"
-        assert not nvimgcodec_module.jpeg_frame(bytes(named))
+        assert not jpeg_frame(bytes(named))
         grey = encoded(Image.fromarray(smooth(8, 8)).convert("L"), "JPEG")
-        assert nvimgcodec_module.jpeg_frame(grey[:2] + grey[20:])
+        assert jpeg_frame(grey[:2] + grey[20:])
 
     @given(cut=st.integers(0, 400))
     def test_cut_headers(self, cut: int) -> None:
         content = encoded(Image.fromarray(smooth(8, 8)), "JPEG")
-        nvimgcodec_module.jpeg_frame(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")
+        jpeg_frame(content[:2] + content[20 : 20 + cut] + b"\xff\xd9")
 
     @staticmethod
     def check_walk(content: bytes) -> None:
         """Asserts that a common beginning says what steps from marker to marker do; a comment in front makes them."""
         with_comment = content[:2] + b"\xff\xfe\x00\x04me" + content[2:]
-        assert not nvimgcodec_module._COMMON_JPEG.match(with_comment)
-        found = nvimgcodec_module.jpeg_frame(content)
-        assert found == nvimgcodec_module.jpeg_frame(memoryview(content))
-        assert found == nvimgcodec_module.jpeg_frame(with_comment)
+        assert not reader_process._COMMON_JPEG.match(with_comment)
+        found = jpeg_frame(content)
+        assert found == jpeg_frame(memoryview(content))
+        assert found == jpeg_frame(with_comment)
 
     @pytest.mark.parametrize("mode", ["L", "RGB"])
     @pytest.mark.parametrize("progressive", [False, True])
     def test_any_frame(self, mode: str, progressive: bool) -> None:
         image = Image.fromarray(smooth(300, 41)).convert(mode)
         content = encoded(image, "JPEG", progressive=progressive)
-        assert nvimgcodec_module._COMMON_JPEG.match(content)
-        assert nvimgcodec_module.jpeg_frame(content) == (8, 300, 41)
+        assert reader_process._COMMON_JPEG.match(content)
+        assert jpeg_frame(content) == (300, 41)
         start = content.index(b"\xff\xc2" if progressive else b"\xff\xc0")
         # The marker, the length, the precision, and the number of components.
         for place in (0, 1, 2, 3, 4, 9):

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_fakes import Event, FakeLink, Pool, Resident
+from link_fakes import Event, FakeLink, Pool, Resident, memory_of
 
 from flcuda.data import prefetch
 from flcuda.data.dataset import ConcatDataset, MergeDataset, ResampleDataset, TensorDataset, TransformDataset
@@ -528,8 +528,11 @@ def test_transforms_change_each_sample_as_a_transform_data_set_would(kind, two_s
             steps += 1
         assert steps == 8 - start
     if two_steps:
-        assert "MainThread" in transform.threads
-        assert any("worker" in name for name in transform.threads)
+        workers = {name for name in transform.threads if "worker" in name}
+        assert workers
+        # Without workers the consumer does all; on the CPU device it applies whatever the workers.
+        applies = {"flcuda prefetch copies"} if kind is OnFake else set()
+        assert transform.threads - workers == {"MainThread", *applies}
 
 
 @pytest.mark.parametrize("kind", [PrefetchDataset, OnFake])
@@ -634,6 +637,243 @@ def test_an_error_of_a_transform_names_sample_and_field(two_steps, workers):
             sample.arrays()
         assert caught.value.__notes__ == [note]
     iteration.close()
+
+
+class Rows:
+    """Samples that are their numbers, which a batch on the device becomes late, in memory that was another's before."""
+
+    def __init__(self, count: int, *, on_device: bool = True) -> None:
+        self.count = count
+        self.on_device = on_device
+        self.pool = Pool()
+        self.links: list[FakeLink] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        raise AssertionError(index)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+        numbers = indices.astype(np.int32)
+        if not self.on_device:
+            return numbers, numbers + 1
+        link = self.links[-1]
+        array, memory = self.pool.empty(len(indices), link.stream())
+        link.launch(lambda: np.copyto(memory, numbers))
+        return array, numbers + 1
+
+
+class Late:
+    """Adds 1000 times its parameter, late; or returns what it was given."""
+
+    def __init__(self, dataset: Rows, *, same: bool = False) -> None:
+        self.dataset = dataset
+        self.same = same
+        self.fails_at = -1
+        self.error: Exception = ZeroDivisionError("in the transform")
+        self.applied: list[str] = []
+
+    def parameters(self, batch: Any, draws: Draws) -> np.ndarray:
+        assert len(batch) == len(draws.indices)
+        return draws.indices.astype(np.int32)
+
+    def apply(self, batch: Any, parameters: Any) -> Any:
+        link = self.dataset.links[-1]
+        assert link.stream() is link.copy_stream
+        if len(self.applied) == self.fails_at:
+            raise self.error
+        self.applied.append(threading.current_thread().name)
+        if self.same:
+            return batch
+        result, memory = link.empty(len(batch))
+        source, numbers = memory_of(batch), memory_of(parameters)
+        link.launch(lambda: np.add(source, 1000 * numbers, out=memory))
+        return result
+
+
+def rows_loader(dataset: Rows, transforms: tuple[Any, ...], batch_size: int = 2, **options: Any) -> OnFake:
+    loader = OnFake(BatchDataset(dataset, batch_size, "skip-last"), transforms=transforms, **options)
+    dataset.links = loader.links
+    return loader
+
+
+@settings(max_examples=80)
+@given(
+    depth=st.integers(1, 3),
+    workers=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+    speed=st.sampled_from([0.0, 0.2, 0.8]),
+    on_device=st.booleans(),
+    same=st.booleans(),
+    habit=st.sampled_from(["ignore", "release", "keep", "two streams", "break"]),
+)
+def test_device_transforms_are_applied_ahead_and_nothing_is_mixed(depth, workers, seed, speed, on_device, same, habit):
+    """Late workers, a late transform and late readers; memory that is used again as soon as it may be."""
+    dataset = Rows(40, on_device=on_device)
+    transform = Late(dataset, same=same)
+
+    def doubled(batch: Any, draws: Draws) -> Any:
+        # A plain one, on the consumer's stream and thread.
+        link = loader.link
+        assert link.stream() is link.null
+        assert threading.current_thread() is threading.main_thread()
+        result, source = np.full(len(batch), -1, np.int32), memory_of(batch)
+        link.launch(lambda: np.multiply(source, 2, out=result))
+        return result
+
+    loader = rows_loader(dataset, (transform, doubled), depth=depth, workers=workers, seed_of_link=seed, speed=speed)
+    factor = 1 if same else 1001
+    for _ in range(3):
+        seen: list[tuple[int, list[int], list[int]]] = []
+        expected = []
+        kept: list[Any] = []
+        for sample in loader:
+            link = loader.link
+            streams = [link.null, link.new_stream("other")] if habit == "two streams" else [link.null]
+            for stream in streams:
+                with link.on(stream):
+                    rows, labels = sample
+                    a, b = memory_of(rows), memory_of(labels)
+                    link.launch(lambda i=sample.index, a=a, b=b, seen=seen: seen.append((i, a.tolist(), b.tolist())))
+                numbers = [2 * sample.index, 2 * sample.index + 1]
+                expected.append((sample.index, [factor * n for n in numbers], [2 * (n + 1) for n in numbers]))
+            memory = loader.memory
+            assert memory.device <= depth * 65536 + (depth + 1) * 8
+            assert memory.kept <= (2 if same else 1) * depth * 8
+            if habit == "release":
+                sample.release()
+            if habit == "keep":
+                kept[:] = [rows]  # until the next one is there
+            del rows, labels
+            if habit == "break" and sample.index == 7:
+                break
+        loader.link.drain()
+        assert sorted(seen) == sorted(expected)
+        assert loader.link.resident_copies == 0
+        del kept
+        require_clean(loader)
+    assert set(transform.applied) == {"flcuda prefetch copies" if workers else "MainThread"} or same
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_made_ahead_does_not_wait_for_the_consumers_stream(workers, on_device):
+    dataset = Rows(12, on_device=on_device)
+    loader = rows_loader(dataset, (Late(dataset),), depth=2, workers=workers)
+    iteration = iter(loader)
+    link = loader.link
+    stuck = Event()
+    with link.on(link.new_stream("consumer")):
+        next(iteration).arrays()
+        link.follow(stuck, link.stream())
+        sample = next(iteration)
+        link.wait(sample._ready)
+        assert sample.state == "device"
+        stuck.done = True
+        assert sample[0].tolist() == [2002, 3003]
+    iteration.close()
+    require_clean(loader)
+
+
+def test_device_transforms_of_a_ring_of_one_wait_for_the_readers():
+    dataset = Rows(12)
+    transform = Late(dataset)
+    loader = rows_loader(dataset, (transform,), depth=1, workers=1)
+    iteration = iter(loader)
+    sample = next(iteration)
+    time.sleep(0.02)
+    assert len(transform.applied) == 1
+    sample.release()
+    deadline = time.monotonic() + 10
+    while len(transform.applied) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(transform.applied) == 2
+    iteration.close()
+    require_clean(loader)
+
+
+def test_a_capture_of_the_consumer_is_left_alone_by_device_transforms():
+    dataset = Rows(16)
+    transform = Late(dataset)
+    loader = rows_loader(dataset, (transform,), depth=3, workers=2)
+    iteration = iter(loader)
+    link = loader.link
+    stream = link.new_stream("capturing")
+    with link.on(stream):
+        first = next(iteration)
+        arrays = first.arrays()
+        queued = len(stream.queue)
+        stream.capturing = True
+        deadline = time.monotonic() + 10
+        while len(transform.applied) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(transform.applied) == 3
+        assert first.arrays() is arrays
+        assert len(stream.queue) <= queued
+        stream.capturing = False
+        assert [sample.index for sample in iteration] == list(range(1, 8))
+    require_clean(loader)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("in the transform"), MemoryError("the device is full"), StopIteration(), SystemExit(3)]
+)
+def test_an_error_of_a_device_transform_ends_the_iteration_at_its_sample(workers, on_device, error):
+    dataset = Rows(24, on_device=on_device)
+    transform = Late(dataset)
+    transform.fails_at, transform.error = 2, error
+    loader = rows_loader(dataset, (transform,), batch_size=4, workers=workers)
+    loader.set_epoch(3)
+    iteration = iter(loader)
+    served = []
+    kind = RuntimeError if isinstance(error, StopIteration) else type(error)
+    with pytest.raises(kind) as caught:
+        served.extend(sample.index for sample in iteration)
+    assert served == [0, 1]
+    of_transform = "while transforms[0] changed field 0 of sample 2 of epoch 3: a batch of samples 8, 9, 10, 11"
+    of_sample = "while sample 2 of epoch 3 of a BatchDataset was loaded: a batch of samples 8, 9, 10, 11"
+    if kind is RuntimeError:
+        assert caught.value.__cause__ is error
+        assert error.__notes__ == [of_transform]
+        assert caught.value.__notes__ == [of_sample]
+    else:
+        assert caught.value.__notes__ == ([] if kind is SystemExit else [of_transform]) + [of_sample]
+    assert list(iteration) == []
+    require_clean(loader)
+    transform.fails_at = -1
+    assert [sample.index for sample in loader] == list(range(6))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_device_that_is_full_is_an_error_of_the_transforms_sample(workers):
+    dataset = Rows(24)
+    loader = rows_loader(dataset, (Late(dataset),), workers=workers, depth=1)
+    iteration = iter(loader)
+    next(iteration)
+    loader.link.refuse_memory = True
+    loader.link.pool._free.clear()
+    with pytest.raises(MemoryError, match="the device is full") as caught:
+        next(iteration)
+    assert caught.value.__notes__[0].startswith("while transforms[0] changed field 0 of sample 1 of epoch 0")
+    require_clean(loader)
+
+
+def test_device_transforms_keep_nothing_over_epochs():
+    """The arrays of an epoch's last sample are kept into the next one, as a loop does."""
+    dataset = Rows(24)
+    loader = rows_loader(dataset, (Late(dataset),), workers=2, depth=2)
+    for _ in range(20):
+        for rows, _labels in loader:
+            memory = loader.memory
+            assert memory.device <= 2 * 65536 + 3 * rows.nbytes
+        assert loader.memory == RingMemory()
+    # Each link's workers have streams of their own.
+    assert dataset.pool.nbytes <= 20 * 2 * (2 + 1 + 1) * 8
+    del rows, _labels
+    require_clean(loader)
 
 
 # --- batches of which something is left -------------------------------------------------------------------------------

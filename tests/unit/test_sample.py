@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_fakes import FakeLink, Pool, Resident
+from link_fakes import Event, FakeLink, Pool, Resident, memory_of
 
 from flcuda.data.images import ImageBatch
 from flcuda.data.sample import Ring, RingMemory, Sample, Slot
@@ -329,6 +329,179 @@ def test_what_transforms_made_stays_until_the_last_stream_has_read_it(seed, leav
             sample._abandon() if leaves else sample.release()
     link.drain()
     assert seen == [(index, {index}) for index in range(9)]
+
+
+class Ahead:
+    """Makes of the first field ten times it, late, on the copy stream; or hands it on."""
+
+    def __init__(self, link: FakeLink, way: str = "own") -> None:
+        self.link = link
+        self.way = way
+
+    def __call__(self, fields):
+        first, *others = fields
+        assert self.link.stream() is self.link.copy_stream
+        if self.way == "same":
+            return fields
+        if self.way == "part":
+            return [first[1:], *others]
+        result, memory = self.link.empty(len(first))
+        source = memory_of(first)
+        self.link.launch(lambda: np.multiply(source, 10, out=memory))
+        return [result, *others]
+
+
+def send_ahead(ring: Ring, index: int, ahead: Ahead, *fields: object) -> Sample:
+    sample = Sample(index, 0, ring.link, ahead=ahead, taken=(0,))
+    link = ring.link
+    with link.use(ahead.link.streams[2]):
+        ring.slot(index).stage(sample, fields)
+    with link.use():
+        return ring.slot(index).send()
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    depth=st.integers(1, 3),
+    way=st.sampled_from(["own", "same", "part"]),
+    on_device=st.booleans(),
+    streams=st.integers(1, 2),
+    habit=st.sampled_from(["release", "abandon", "keep"]),
+    speed=st.sampled_from([0.0, 0.3, 0.9]),
+)
+def test_what_is_made_ahead_is_its_samples_until_the_last_reader_is_done(
+    seed, depth, way, on_device, streams, habit, speed
+):
+    """Late kernels of workers, of the copy stream and of readers; memory that is used again as soon as it may be."""
+    link = FakeLink(seed, speed=speed)
+    worker, sources = link.new_stream("worker"), Pool()
+    assert link.streams[2] is worker
+    ring = Ring(link, depth)
+    consumers = [link.new_stream(f"consumer {i}") for i in range(streams)]
+    ahead = Ahead(link, way)
+    seen = []
+    kept = None
+    for index in range(1, 14):
+        field = np.full(8, index, np.int32)
+        if on_device:
+            field, memory = sources.empty(8, worker)
+            with link.on(worker):
+                link.launch(lambda memory=memory, index=index: memory.fill(index))
+            del memory
+        sample = send_ahead(ring, index, ahead, field, stamped(-index, 3))
+        del field
+        for stream in consumers[: 1 + index % streams]:
+            with link.on(stream):
+                large, small = sample.arrays()
+                a, b = memory_of(large), memory_of(small)
+                link.launch(lambda i=index, a=a, b=b: seen.append((i, set(a.tolist()), set(b.tolist()))))
+                if habit == "keep":
+                    kept = large
+                del large, small
+        sample._abandon() if habit == "abandon" else sample.release()
+    link.drain()
+    factor = 10 if way == "own" else 1
+    expected = [(i, {factor * i}, {-i}) for i in range(1, 14) for _ in range(1 + i % streams)]
+    assert sorted(seen, key=lambda row: row[0]) == expected
+    assert link.resident_copies == 0
+    # As many results as slots, and one more that is kept.
+    assert link.allocated() <= (depth + 1) * 32
+    assert sources.nbytes <= (2 * depth + 1) * 32
+    ring.close()
+    del kept
+
+
+def test_a_sample_is_made_ahead_while_the_readers_of_those_before_are_at_work():
+    link = FakeLink(2)
+    link.new_stream("worker")
+    ring = Ring(link, 3)
+    ahead = Ahead(link)
+    stuck = Event()
+    with link.on(link.new_stream("consumer")):
+        first = send_ahead(ring, 0, ahead, stamped(0))
+        first.arrays()
+        link.follow(stuck, link.stream())
+        first.release()
+        for index in (1, 2):
+            # The slots of these are free, whatever has just been released.
+            link.wait(send_ahead(ring, index, ahead, stamped(index))._ready)
+        sent = send_ahead(ring, 3, ahead, stamped(3))
+        with pytest.raises(AssertionError, match="waits for ever"):
+            link.wait(sent._ready)
+        assert sent.state == "in transit"
+        stuck.done = True
+        link.wait(sent._ready)
+        assert set(sent.arrays()[0].tolist()) == {30}
+
+
+def test_what_is_taken_where_it_is_has_no_place_in_the_slot_and_is_told():
+    link = FakeLink(eager=True)
+    link.new_stream("worker")
+    ring = Ring(link, 1)
+    mib = 1 << 20
+    large = np.zeros(mib, np.int32).view(Resident)
+    sample = send_ahead(ring, 0, Ahead(link), large, np.zeros(mib, np.uint8))
+    memory = ring.memory
+    assert link.live["device"] == mib * 9 // 8
+    assert memory.device == mib * 9 // 8 + 4 * mib
+    assert memory.kept == 4 * mib
+    assert memory.largest == 5 * mib
+    assert str(memory).endswith("5.1 MiB on the device, 4.0 MiB of the data set's; largest sample 5.0 MiB")
+    sample.release()
+    ring.close()
+    assert ring.memory == RingMemory()
+
+
+def test_fields_that_ahead_does_not_take_are_copied():
+    """Images of which only the pixels are on the device, too."""
+    link = FakeLink(eager=True)
+    link.new_stream("worker")
+    ring = Ring(link, 1)
+    images = ImageBatch.of([np.full((2, 3, 3), value, np.uint8) for value in (5, 6)])
+    pixels = images.pixels.view(Resident)
+    given = []
+
+    def ahead(fields):
+        given.extend(fields)
+        return [fields[0].pixels.copy(), fields[1]]
+
+    ahead.link = link
+    other = stamped(4).view(Resident)
+    sample = send_ahead(ring, 0, ahead, ImageBatch(pixels, images.offsets, images.sizes, 3), other)
+    assert given[0].pixels is pixels
+    assert [image[0, 0, 0] for image in given[0].images()] == [5, 6]
+    assert link.resident_copies == 1
+    result, copied = sample.arrays()
+    np.testing.assert_array_equal(result, pixels)
+    assert not np.may_share_memory(copied, other)
+    np.testing.assert_array_equal(copied, other)
+
+
+def test_an_error_ahead_leaves_what_is_queued_its_memory():
+    link = FakeLink(3)
+    worker, sources = link.new_stream("worker"), Pool()
+    ring = Ring(link, 2)
+    seen = []
+
+    def ahead(fields):
+        source = memory_of(fields[0])
+        link.launch(lambda: seen.append(set(source.tolist())))
+        raise ZeroDivisionError("in the transform")
+
+    ahead.link = link
+    field, memory = sources.empty(8, worker)
+    with link.on(worker):
+        link.launch(lambda: memory.fill(7))
+    with pytest.raises(ZeroDivisionError, match="in the transform"):
+        send_ahead(ring, 0, ahead, field)
+    del field
+    with link.on(worker):
+        _other, again = sources.empty(8, worker)
+        link.launch(lambda: again.fill(8))
+    ring.close()
+    assert seen == [{7}]
+    assert link.live["pinned"] == 0
 
 
 def test_a_slot_without_a_sample_sends_nothing():
