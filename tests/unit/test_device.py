@@ -126,6 +126,25 @@ def test_a_number_is_no_device() -> None:
         device.resolve(0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("ours", [None, "4"])
+def test_connections_are_set_before_cupy_is_asked_unless_the_user_has(ours: str | None) -> None:
+    """See Note [connections]."""
+    name, value = device.CONNECTIONS
+    environment = {key: text for key, text in os.environ.items() if key != name}
+    if ours is not None:
+        environment[name] = ours
+    code = f"""
+import os, sys
+from flcuda import device
+before = os.environ.get({name!r})
+sys.modules["cupy"] = sys
+assert device.cupy() is sys
+print(before, os.environ[{name!r}])
+"""
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == [str(ours), ours or value]
+
+
 def test_import_needs_no_cupy() -> None:
     code = (
         "import sys, numpy as np\nfrom flcuda import device\na = np.ones(3)\n"
