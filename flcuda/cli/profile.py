@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             if captured is not None:
                 error.add_note("if it is the capture that fails: --no-capture leaves it out")
             raise
-        regret = step_regret(step, model, optimizer) if args.regret else None
+        regret = step_regret(step, model, optimizer, captured=captured is not None) if args.regret else None
     settings = {
         "model": args.model,
         "batch_size": batch,

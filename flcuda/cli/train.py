@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flcuda.training import EpochResult, Report, Trainer
 
 _PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float64")
-_MODELS = ("resnet18", "resnet34")
+_MODELS = ("resnet18", "resnet34", "resnet50")
 _STDOUT = "-"
 # Below this height or width the model starts with a 3x3 convolution and no pooling.
 _SMALL_IMAGE = 96
@@ -42,7 +42,7 @@ class Recipe:
     """What a data set is trained with unless the command says otherwise.
 
     Attributes:
-        model: "resnet18" or "resnet34".
+        model: one of _MODELS.
         epochs: of the whole training.
         batch_size: images a step.
         lr: highest learning rate at this batch size; it grows with another batch size in proportion.
@@ -120,7 +120,7 @@ def _train(args: argparse.Namespace, data: "ImageData", device: "Device", consol
     batch_size = min(args.batch_size or recipe.batch_size, len(data.train))
     lr = args.lr or recipe.lr * batch_size / recipe.batch_size
     stem = "small" if min(data.image_shape[1:]) < _SMALL_IMAGE else "imagenet"
-    make: Callable[..., Any] = {"resnet18": models.resnet18, "resnet34": models.resnet34}[model_name]
+    make: Callable[..., Any] = getattr(models, model_name)
     model = make(
         num_classes=len(data.classes),
         in_channels=data.image_shape[0],

@@ -13,7 +13,9 @@ operations of the direct method.
 
 Note [in-step regret]: the finder measures a convolution alone. In a step its operands lie elsewhere, caches are in
 another state and the clock is another. So the finder's best candidates are tried in its place within the step, in turns
-of one step each; what the pick takes longer than the best of them there is its regret.
+of one step each; what the pick takes longer than the best of them there is its regret. Events between the parts let
+each begin when the one before has ended; in a CUDA graph it begins as the last blocks of that one leave. So the step is
+also captured with each candidate, and the whole of it is timed: some tens of replays of each graph, in turns.
 """
 
 import functools
@@ -43,6 +45,7 @@ from flcuda.ops import bias as bias_ops
 from flcuda.ops.convolution import Convolution
 from flcuda.ops.cost import CONVOLUTION_KINDS, Cost, nbytes
 from flcuda.optim import Optimizer
+from flcuda.training.step_graph import CapturedStep
 
 Step = Callable[[], object]
 
@@ -50,6 +53,9 @@ _COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
 _WALL_SAMPLE_S = 0.3
 _MOST_STEPS_A_SAMPLE = 20
 _WALL_SAMPLES = 5
+# The first two calls run, the third captures.
+_WARM_REPLAYS = 5
+_REPLAYS = 20
 
 _SUMS, _CHECK, _OTHER = "gradient sums", "check", "other"
 _NO_COST = Cost(_OTHER, 0)
@@ -574,7 +580,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
         self.found: list[_Found] = []
-        self.plans: dict[int, finder.Plan] = {}
+        self.plans: Mapping[int, finder.Plan] = {}
         self.queued = True
         self._model = model
         self._optimizer = optimizer
@@ -583,7 +589,7 @@ class _Watch:
         self._device = device
         self._thread = threading.get_ident()
         self._known = False
-        self._timeline: timing.Timeline | None = None
+        self._timeline: timing.Timeline | _Untimed | None = None
         self._next = 0
         self._open: list[int] = []
         self._modules: list[str] = []
@@ -622,6 +628,23 @@ class _Watch:
             elif isinstance(label, int):
                 times[label] += ms
         return times, rest
+
+    def substituted(self, step: Step, plans: Mapping[int, finder.Plan]) -> Step:
+        """Returns a step that runs these plans in place of the layers' own, and times nothing; after a record."""
+
+        def run() -> object:
+            self._next, self._inside = 0, False
+            self._open.clear()
+            self._modules.clear()
+            self.plans = plans
+            self._timeline = _Untimed()
+            try:
+                with self._watching():
+                    return step()
+            finally:
+                self._timeline = None
+
+        return run
 
     # --- what is replaced
 
@@ -795,6 +818,13 @@ class _Watch:
             return result
 
 
+class _Untimed:
+    """Takes marks and does nothing."""
+
+    def mark(self, label: object, *, may_hold: bool = False) -> None:
+        """Does nothing."""
+
+
 class _WatchedConvolution:
     """Stands in for a Convolution and marks what it does."""
 
@@ -897,6 +927,7 @@ class Retried:
         labels: of the candidates, the one that is used first.
         alone_ms: what the finder measured for each, once.
         in_step_ms: what each took within the step, all `count` together; NaN for one that failed there.
+        captured_ms: what the whole step took as a CUDA graph with each; likewise. Empty where it was not captured.
     """
 
     problem: ConvolutionProblem
@@ -904,11 +935,13 @@ class Retried:
     labels: tuple[str, ...]
     alone_ms: tuple[float, ...]
     in_step_ms: tuple[float, ...]
+    captured_ms: tuple[float, ...] = ()
 
     @property
     def regret_ms(self) -> float:
-        """What the candidate that is used takes longer in a step than the best."""
-        return self.in_step_ms[0] - min(ms for ms in self.in_step_ms if not math.isnan(ms))
+        """What the step takes longer by the candidate that is used than by the best: captured, where it was."""
+        times = self.captured_ms or self.in_step_ms
+        return times[0] - min(ms for ms in times if not math.isnan(ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -917,7 +950,7 @@ class Regret:
 
     Attributes:
         retried: the dearest convolutions, the dearest first.
-        step_ms: the parts of a step with the picks, together.
+        step_ms: the step with the picks: as a CUDA graph, where it was captured, else its parts together.
     """
 
     retried: tuple[Retried, ...]
@@ -943,6 +976,9 @@ class Regret:
                 alone = _ms(entry.count * entry.alone_ms[place])
                 used = "  (used)" if place == 0 else ""
                 lines.append(f"  {shortened(label, 40):40} {found:>9}, alone {alone} ms{used}")
+                if entry.captured_ms and place and not math.isnan(entry.captured_ms[place]):
+                    more = 1e3 * (entry.captured_ms[place] - entry.captured_ms[0])
+                    lines.append(f"    the captured step takes {more:+.1f} us")
         lines += ["", f"the picks cost {_ms(self.ms) or 0} ms of {_ms(self.step_ms)} ms: {self.share:.2%}"]
         return "\n".join(lines)
 
@@ -958,8 +994,19 @@ class Regret:
                     "count": entry.count,
                     "regret_ms": entry.regret_ms,
                     "candidates": [
-                        {"id": label, "alone_ms": alone, "in_step_ms": None if math.isnan(in_step) else in_step}
-                        for label, alone, in_step in zip(entry.labels, entry.alone_ms, entry.in_step_ms, strict=True)
+                        {
+                            "id": label,
+                            "alone_ms": alone,
+                            "in_step_ms": None if math.isnan(in_step) else in_step,
+                            "captured_step_ms": None if math.isnan(captured) else captured,
+                        }
+                        for label, alone, in_step, captured in zip(
+                            entry.labels,
+                            entry.alone_ms,
+                            entry.in_step_ms,
+                            entry.captured_ms or (math.nan,) * len(entry.labels),
+                            strict=True,
+                        )
                     ],
                 }
                 for entry in self.retried
@@ -975,6 +1022,7 @@ def step_regret(
     dearest: int = 10,
     best: int = 3,
     rounds: int = 5,
+    captured: bool = False,
 ) -> Regret:
     """Tries the finder's best candidates of the dearest convolutions within a step. See Note [in-step regret].
 
@@ -986,13 +1034,16 @@ def step_regret(
         optimizer: likewise.
         dearest: how many convolutions: Problems, all layers that share one together.
         best: candidates of each, the one that is used among them.
-        rounds: steps with each candidate.
+        rounds: steps with each candidate, and turns of replays.
+        captured: also capture the step with each candidate, as `flcuda.capture` does, and compare the whole step; on
+            CUDA. Of as many graphs as there are candidates of one convolution memory is held at a time.
 
     Returns:
         The regrets.
 
     Raises:
         ValueError: a number is less than 1, or the model has no parameters.
+        CaptureError: the step cannot be captured.
         FlcudaError: the step does not do the same each time, or has no convolution.
     """
     for name, value in (("dearest", dearest), ("best", best), ("rounds", rounds)):
@@ -1037,9 +1088,54 @@ def step_regret(
             )
             alone = tuple(row.timing.median_ms if row.timing else math.nan for row in rows[problem])
             labels = tuple(row.label for row in rows[problem])
-            retried.append(Retried(problem, len(places[problem]), labels, alone, in_step))
+            whole: tuple[float, ...] = ()
+            if captured and device.kind == "cuda":
+                whole = _captured_ms(watch, step, places[problem], plans[problem], device, rounds)
+            retried.append(Retried(problem, len(places[problem]), labels, alone, in_step, whole))
+        if retried[0].captured_ms:
+            return Regret(tuple(retried), statistics.median(entry.captured_ms[0] for entry in retried))
         step_ms = statistics.median(sum(times) + sum(rest.values()) for times, rest in taken[0])
         return Regret(tuple(retried), step_ms)
+
+
+def _captured_ms(
+    watch: _Watch,
+    step: Step,
+    places: Sequence[int],
+    plans: Sequence[finder.Plan | None],
+    device: Device,
+    rounds: int,
+) -> tuple[float, ...]:
+    """Times the captured step with each of these plans at these places, in turns."""
+    steps: list[CapturedStep[[], object] | None] = []
+    try:
+        for plan in plans:
+            if plan is None:
+                steps.append(None)
+                continue
+            steps.append(CapturedStep(watch.substituted(step, dict.fromkeys(places, plan))))
+            for _ in range(_WARM_REPLAYS):
+                _call(steps[-1])
+        taken: list[list[float]] = [[] for _ in plans]
+        for turn in range(rounds):
+            # Neither is always the first after a wait.
+            for number in sorted(range(len(plans)), reverse=turn % 2 == 1):
+                devices.synchronize(device)
+                start = time.perf_counter()
+                for _ in range(_REPLAYS):
+                    _call(steps[number])
+                devices.synchronize(device)
+                taken[number].append(1e3 * (time.perf_counter() - start) / _REPLAYS)
+    finally:
+        for each in steps:
+            if each is not None:
+                each.close()
+    return tuple(math.nan if plan is None else statistics.median(ms) for plan, ms in zip(plans, taken, strict=True))
+
+
+def _call(step: CapturedStep[[], object] | None) -> None:
+    if step is not None:
+        step()
 
 
 def _best_rows(problem: ConvolutionProblem, device: Device, count: int) -> list[Row]:

@@ -94,11 +94,13 @@ def test_watched_steps_train_as_others_do(device):
 def test_regret_of_the_dearest_convolutions(device):
     step, model, optimizer = training(device)
     step()
-    regret = step_regret(step, model, optimizer, dearest=4, rounds=3)
+    regret = step_regret(step, model, optimizer, dearest=4, rounds=3, captured=True)
     assert len(regret.retried) == 4
     for entry in regret.retried:
-        assert len(entry.labels) == 3
+        assert len(entry.labels) == len(entry.captured_ms) == 3
         assert entry.in_step_ms[0] > 0
+        # The rest of the step is the same.
+        assert 0.5 * regret.step_ms < entry.captured_ms[0] < 2 * regret.step_ms
     assert 0 <= regret.share < 0.1
     # Nothing of it stays.
     float(step())

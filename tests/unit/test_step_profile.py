@@ -431,6 +431,35 @@ def test_regret_is_that_of_the_candidate_that_is_used(training, monkeypatch):
     json.dumps(regret.to_json(), allow_nan=False)
 
 
+def test_a_step_with_other_plans_runs_them_and_times_nothing(training):
+    step, model, optimizer = training
+    watch = step_profile._Watch(model, optimizer, CPU)
+    watch.record(step)
+    place = next(place for place, found in enumerate(watch.found) if found.problem is not None)
+    problem = watch.found[place].problem
+    plan = finder.plan(problem, device="cpu")
+    runs = []
+
+    def other(*arrays, out=None):
+        runs.append(arrays)
+        return plan(*arrays, out=out)
+
+    watch.substituted(step, {place: other})()
+    assert len(runs) == 1
+    step()
+    watch.substituted(step, {})()
+    assert len(runs) == 1
+
+
+def test_regret_of_the_captured_step_is_that_of_the_whole_step():
+    problem = finder.problems("resnet18", 1)[0]
+    entry = step_profile.Retried(problem, 2, ("a", "b", "c"), (1.0, 1.1, 1.2), (2.5, 2.4, 2.3), (9.0, 8.99, math.nan))
+    assert entry.regret_ms == pytest.approx(0.01)
+    regret = step_profile.Regret((entry,), 9.0)
+    assert "the captured step takes -10.0 us" in str(regret)
+    assert regret.to_json()["convolutions"][0]["candidates"][1]["captured_step_ms"] == 8.99
+
+
 def test_a_failed_candidate_is_no_best_one():
     problem = finder.problems("resnet18", 1)[0]
     entry = step_profile.Retried(problem, 2, ("a", "b", "c"), (1.0, 1.1, 1.2), (2.5, math.nan, 2.25))
