@@ -6,14 +6,16 @@ Streams and memory are the caller's: CuPy's current stream and CuPy's current al
 Shapes are logical, (N, C, *spatial), whatever the memory order; the layout of an array is its strides.
 
 Note [connections]: CUDA sends the work of all streams through a few queues, 8 unless CUDA_DEVICE_MAX_CONNECTIONS says
-otherwise, at most 32. Two streams that share a queue wait for each other: decoders of images, which have many streams,
-then work in the gaps between the graphs of a training only (on an H200, 8,800 images a second reached the training, and
-13,100 with 32 queues). CUDA reads the variable when a device is used first, so it is set before CuPy is asked for
-anything here. What the user has set stays.
+otherwise, at most 32. Work that shares a queue waits for each other: nvImageCodec, which has many streams, then decodes
+only between the graphs of a training (on an H200, 8,700 images a second reached the training; 11,100 with 16 queues,
+14,050 with 32). CUDA reads the variable when a device is used first, so it is set before CuPy is asked for anything
+here, where nvImageCodec is installed and the user has not set it. A GPU has queues for about a dozen such processes:
+who starts more on one device, and is told that memory is out while it is not, sets the variable to 8.
 """
 
 import contextlib
 import functools
+import importlib.util
 import math
 import os
 import sys
@@ -57,8 +59,10 @@ CONNECTIONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 @functools.cache
 def _connect() -> None:
-    """Once, as looking at the environment takes longer than all else of `cupy`."""
-    os.environ.setdefault(*CONNECTIONS)
+    """Once, as looking at the environment takes longer than all else of `cupy`. See Note [connections]."""
+    with contextlib.suppress(ModuleNotFoundError):  # not even the package that it is in
+        if importlib.util.find_spec("nvidia.nvimgcodec") is not None:
+            os.environ.setdefault(*CONNECTIONS)
 
 
 def cupy() -> ModuleType:

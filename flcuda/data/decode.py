@@ -274,10 +274,10 @@ class Decoder:
     def best_workers(self) -> int | None:
         """How many threads should decode batches at the same time; None where as many as there are cores.
 
-        With nvImageCodec three: two wait for the GPU's batches under way while the third prepares the next; more only
-        compete for Python's lock.
+        With nvImageCodec two, one of which prepares a batch while the GPU decodes the other's; more only compete for
+        the driver's lock and Python's.
         """
-        return 3 if self._find_engine() is not None else None
+        return 2 if self._find_engine() is not None else None
 
     @property
     def description(self) -> str:

@@ -39,6 +39,10 @@ BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_
 _STAGES = (("HW_GPU_ONLY",), ("HYBRID_CPU_GPU", "CPU_ONLY"))
 # As Pillow does. The default has changed between versions.
 _OPTIONS = ":fancy_upsampling=1"
+# The engine's decoder has little for threads to do: with one a core they wake each other up for a quarter of the time
+# of all, and each brings a stream with it.
+_ENGINE_THREADS = 2
+_ENGINE_OPTIONS = f"{_OPTIONS} :num_cuda_streams=1"
 # Two batches under way keep the engine busy while the host prepares the next.
 _INSTANCES = 2
 # Device memory that an instance's images may keep between batches.
@@ -75,7 +79,7 @@ class Nvimgcodec:
     Args:
         module: nvidia.nvimgcodec.
         device: the CUDA device.
-        threads: of the host, for each batch under way; 0: as many as there are cores.
+        threads: of the host, for each batch under way, for what the JPEG engine leaves; 0: as many as there are cores.
 
     Raises:
         Exception: whatever nvImageCodec raises when not even its CPU backend can be had.
@@ -122,12 +126,13 @@ class Nvimgcodec:
     def _new_decoder(self, kinds: Sequence[str], threads: int) -> Any:
         """Returns one of nvImageCodec's decoders; RuntimeError when it has none of these kinds of backends here."""
         module = self._module
+        is_engine = kinds == _STAGES[0]
         return module.Decoder(
             device_id=self._device.index,
-            max_num_cpu_threads=threads,
+            max_num_cpu_threads=_ENGINE_THREADS if is_engine else threads,
             # A hint of 1: all that the backend can decode. What it cannot goes on to the next.
             backends=[module.Backend(getattr(module.BackendKind, kind), load_hint=1.0) for kind in kinds],
-            options=_OPTIONS,
+            options=_ENGINE_OPTIONS if is_engine else _OPTIONS,
         )
 
     def working_backends(self) -> list[str]:

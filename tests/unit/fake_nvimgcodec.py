@@ -239,8 +239,13 @@ class FakeNvimgcodec(types.ModuleType):
             ) -> None:
                 assert device_id == 0
                 assert max_num_cpu_threads >= 0
-                assert options == ":fancy_upsampling=1"
                 asked = [backend.backend_kind for backend in backends]
+                told = dict(option.split("=") for option in options.split())
+                assert told.pop(":fancy_upsampling") == "1"
+                # At most as many as threads, as nvImageCodec has it.
+                streams = int(told.pop(":num_cuda_streams", 1))
+                assert 1 <= streams <= (max_num_cpu_threads or streams)
+                assert not told
                 self.allowed = [kind for kind in asked if kind not in absent]
                 if not self.allowed:
                     raise RuntimeError("Internal error - Could not create decoder. Code: 7")

@@ -126,23 +126,35 @@ def test_a_number_is_no_device() -> None:
         device.resolve(0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ours", [None, "4"])
-def test_connections_are_set_before_cupy_is_asked_unless_the_user_has(ours: str | None) -> None:
+@pytest.mark.parametrize(("installed", "ours", "wanted"), [(True, None, "32"), (True, "4", "4"), (False, None, "None")])
+def test_connections_are_set_before_cupy_is_asked(installed: bool, ours: str | None, wanted: str) -> None:
     """See Note [connections]."""
-    name, value = device.CONNECTIONS
+    name = device.CONNECTIONS[0]
     environment = {key: text for key, text in os.environ.items() if key != name}
     if ours is not None:
         environment[name] = ours
     code = f"""
-import os, sys
+import importlib.machinery, os, sys
 from flcuda import device
-before = os.environ.get({name!r})
+
+class Finder:
+    def find_spec(self, module, path=None, target=None):
+        if module == "nvidia" or {installed} and module == "nvidia.nvimgcodec":
+            return importlib.machinery.ModuleSpec(module, self, is_package=True)
+        if module == "nvidia.nvimgcodec":
+            raise ModuleNotFoundError(module)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Finder())
 sys.modules["cupy"] = sys
 assert device.cupy() is sys
-print(before, os.environ[{name!r}])
+print(os.environ.get({name!r}))
 """
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == [str(ours), ours or value]
+    assert answer.stdout.strip() == wanted
 
 
 def test_import_needs_no_cupy() -> None:
