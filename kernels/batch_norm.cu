@@ -41,20 +41,30 @@ struct Vectors {
 
 // --- forward ----------------------------------------------------------------------------------------------------------
 
+template <class T, int V, bool NHWC, int U, int THREADS>
+__device__ void statistics(Accumulator<T>* partial, uint32* ticket, const StatisticsOut<T>& out, const T* x, int64 outer,
+                           int64 channels, int64 inner, int lanes) {
+  Walk<V, NHWC, U, THREADS> walk(outer, channels, inner, lanes, gridDim.y);
+  out.prefetch(ticket, walk);
+  reduce_moments<T>(partial, x, walk, lanes);
+  out.finish(partial, ticket, walk);
+}
+
 template <class T, int V, bool NHWC, int U, Residual RESIDUAL>
 __device__ void apply(T* y, uint8* mask, const T* x, const Vectors<Accumulator<T>>& vectors, const T* residual,
                       const Vectors<Accumulator<T>>& other, int relu, int64 outer, int64 channels, int64 inner,
                       int lanes) {
   typedef Accumulator<T> A;
   const int OWN = NHWC ? V : 1;
-  Walk<V, NHWC, U> walk(outer, channels, inner, lanes);
+  Walk<V, NHWC, U, NORM_THREADS> walk(outer, channels, inner, lanes, 1);
   if (!walk.active()) return;
   Norm<A, OWN> norm, second;
   norm.load(vectors.weight, vectors.bias, vectors.mean, vectors.inverse, walk.channel);
   if (RESIDUAL == NORMALISED) second.load(other.weight, other.bias, other.mean, other.inverse, walk.channel);
-  for (int64 chunk = blockIdx.y; chunk < walk.chunks; chunk += gridDim.y) {
+  int64 chunks = walk.chunks();
+  for (int64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
     int64 offset[U];
-    int n = walk.seek(walk.chunks - 1 - chunk, offset);
+    int n = walk.seek((chunks - 1 - chunk) * U, offset);
     Pack<T, V> read[U], added[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -88,14 +98,16 @@ __device__ void apply(T* y, uint8* mask, const T* x, const Vectors<Accumulator<T
 
 // First pass. dz = (dy + dy_2) where ReLU passes, rounded to T; its sums, and those of dz * (x - mean). Without a residual
 // dy_2 and dz are not used and ReLU is known from x; else by mask, null when there was none. dy_2 and dz may be null.
-template <class T, int V, bool NHWC, int U, Residual RESIDUAL>
+template <class T, int V, bool NHWC, int U, int THREADS, Residual RESIDUAL>
 __device__ void sums(T* dz, Accumulator<T>* partial, uint32* ticket, const GradientOut<Accumulator<T>>& out,
                      const GradientOut<Accumulator<T>>& other_out, const T* dy, const T* dy_2, const T* x,
                      const Vectors<Accumulator<T>>& vectors, const T* residual, const Accumulator<T>* residual_mean,
                      const uint8* mask, int relu, int64 count, int64 outer, int64 channels, int64 inner, int lanes) {
   typedef Accumulator<T> A;
   const int OWN = NHWC ? V : 1, VALUES = RESIDUAL == NORMALISED ? 3 : 2;
-  Walk<V, NHWC, U> walk(outer, channels, inner, lanes);
+  Walk<V, NHWC, U, THREADS> walk(outer, channels, inner, lanes, gridDim.y);
+  out.prefetch(ticket, walk);
+  if (RESIDUAL == NORMALISED) other_out.prefetch(ticket, walk);
   A sum[VALUES][OWN];
 #pragma unroll
   for (int value = 0; value < VALUES; ++value) {
@@ -110,9 +122,9 @@ __device__ void sums(T* dz, Accumulator<T>* partial, uint32* ticket, const Gradi
     }
     load_values(mean, vectors.mean + walk.channel);
     if (RESIDUAL == NORMALISED) load_values(second_mean, residual_mean + walk.channel);
-    for (int64 chunk = blockIdx.y; chunk < walk.chunks; chunk += gridDim.y) {
+    for (int64 row = blockIdx.y; row * walk.step < walk.count; row += U * (int64)gridDim.y) {
       int64 offset[U];
-      int n = walk.seek(chunk, offset);
+      int n = walk.seek(row, offset);
       Pack<T, V> read[U], gradient[U], gradient_2[U], added[U];
       uint32 bits[U];
 #pragma unroll
@@ -196,7 +208,7 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
                          int lanes) {
   typedef Accumulator<T> A;
   const int OWN = NHWC ? V : 1;
-  Walk<V, NHWC, U> walk(outer, channels, inner, lanes);
+  Walk<V, NHWC, U, NORM_THREADS> walk(outer, channels, inner, lanes, 1);
   if (!walk.active()) return;
   Slope<A, OWN> slope, second;
   A bias[OWN];
@@ -205,9 +217,10 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
   if (RESIDUAL == NORMALISED) {
     second.load(other.weight, other.mean, other.inverse, other_means, walk.channel, channels);
   }
-  for (int64 chunk = blockIdx.y; chunk < walk.chunks; chunk += gridDim.y) {
+  int64 chunks = walk.chunks();
+  for (int64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
     int64 offset[U];
-    int n = walk.seek(walk.chunks - 1 - chunk, offset);
+    int n = walk.seek((chunks - 1 - chunk) * U, offset);
     Pack<T, V> read[U], gradient[U], added[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -238,6 +251,7 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
 // --- instances --------------------------------------------------------------------------------------------------------
 
 #define NORM_KERNEL extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2)
+#define REDUCTION_KERNEL extern "C" __global__ void __launch_bounds__(REDUCTION, 1)
 #define VECTORS(A, prefix) const A *prefix##weight, const A *prefix##bias, const A *prefix##mean, const A *prefix##inverse
 #define VECTORS_VALUES(prefix) {prefix##weight, prefix##bias, prefix##mean, prefix##inverse}
 #define GRADIENT(A, prefix) A *prefix##dweight, A *prefix##dbias, A *prefix##means, int prefix##accumulate
@@ -250,14 +264,13 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
 
 // V: of most passes; W: where there are two norms. M: how many times more accesses at once.
 #define NORM_INSTANCES(name, T, NHWC, V, W, M)                                                                         \
-  NORM_KERNEL batch_norm_statistics_##name(                                                                            \
+  REDUCTION_KERNEL batch_norm_statistics_##name(                                                                            \
       Accumulator<T>* saved_mean, Accumulator<T>* saved_inv_variance, Accumulator<T>* pending_mean,                    \
       Accumulator<T>* pending_var, int64* num_batches, Accumulator<T>* partial, uint32* ticket, const T* x,            \
       double momentum, double eps, SIZES) {                                                                            \
-    Walk<V, NHWC, 8 * M> walk(SIZES_VALUES);                                                                           \
-    reduce_moments<T>(partial, x, walk, lanes);                                                                        \
-    StatisticsOut<T>{saved_mean, saved_inv_variance, pending_mean, pending_var, num_batches, momentum, eps}.finish(    \
-        partial, ticket, walk);                                                                                        \
+    statistics<T, V, NHWC, 8 * M, REDUCTION>(                                                                          \
+        partial, ticket, {saved_mean, saved_inv_variance, pending_mean, pending_var, num_batches, momentum, eps}, x,   \
+        SIZES_VALUES);                                                                                                 \
   }                                                                                                                    \
   NORM_KERNEL batch_norm_apply_##name(T* y, const T* x, VECTORS(Accumulator<T>, ), int relu, SIZES) {                  \
     apply<T, V, NHWC, 8 * M, NONE>(y, nullptr, x, VECTORS_VALUES(), nullptr, {}, relu, SIZES_VALUES);                  \
@@ -272,22 +285,22 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
     apply<T, W, NHWC, 4 * M, NORMALISED>(y, mask, x, VECTORS_VALUES(), residual, VECTORS_VALUES(residual_), relu,      \
                                          SIZES_VALUES);                                                                \
   }                                                                                                                    \
-  NORM_KERNEL batch_norm_sums_##name(Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ), const T* dy, \
+  REDUCTION_KERNEL batch_norm_sums_##name(Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ), const T* dy, \
                                      const T* x, VECTORS(Accumulator<T>, ), int relu, int64 count, SIZES) {            \
-    sums<T, V, NHWC, FEW(V) * M, NONE>(nullptr, partial, ticket, GRADIENT_VALUES(), {}, dy, nullptr, x, VECTORS_VALUES(), \
+    sums<T, V, NHWC, 4 * M, REDUCTION, NONE>(nullptr, partial, ticket, GRADIENT_VALUES(), {}, dy, nullptr, x, VECTORS_VALUES(), \
                                   nullptr, nullptr, nullptr, relu, count, SIZES_VALUES);                               \
   }                                                                                                                    \
-  NORM_KERNEL batch_norm_sums_raw_##name(T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ),   \
+  REDUCTION_KERNEL batch_norm_sums_raw_##name(T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ),   \
                                          const T* dy, const T* dy_2, const T* x, VECTORS(Accumulator<T>, ),            \
                                          const uint8* mask, int64 count, SIZES) {                                      \
-    sums<T, V, NHWC, 2 * M, RAW>(dz, partial, ticket, GRADIENT_VALUES(), {}, dy, dy_2, x, VECTORS_VALUES(), nullptr,   \
+    sums<T, V, NHWC, 4 * M, REDUCTION, RAW>(dz, partial, ticket, GRADIENT_VALUES(), {}, dy, dy_2, x, VECTORS_VALUES(), nullptr,   \
                                  nullptr, mask, 0, count, SIZES_VALUES);                                               \
   }                                                                                                                    \
-  NORM_KERNEL batch_norm_sums_normalised_##name(                                                                       \
+  REDUCTION_KERNEL batch_norm_sums_normalised_##name(                                                                       \
       T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ),                                      \
       GRADIENT(Accumulator<T>, residual_), const T* dy, const T* dy_2, const T* x, VECTORS(Accumulator<T>, ),          \
       const T* residual, VECTORS(Accumulator<T>, residual_), const uint8* mask, int64 count, SIZES) {                  \
-    sums<T, W, NHWC, 2 * M, NORMALISED>(dz, partial, ticket, GRADIENT_VALUES(), GRADIENT_VALUES(residual_), dy, dy_2,  \
+    sums<T, W, NHWC, 4 * M, REDUCTION, NORMALISED>(dz, partial, ticket, GRADIENT_VALUES(), GRADIENT_VALUES(residual_), dy, dy_2,  \
                                         x, VECTORS_VALUES(), residual, residual_mean, mask, 0, count, SIZES_VALUES);   \
   }                                                                                                                    \
   NORM_KERNEL batch_norm_backward_##name(T* dx, const T* dz, const T* x, VECTORS(Accumulator<T>, ),                    \

@@ -121,6 +121,30 @@ __device__ inline int64 channel_of(int64 index, int64 channels, int64 inner) {
   return channel;
 }
 
+// --- one launch for two stages ----------------------------------------------------------------------------------------
+
+// Counts up a word that is zero, and zero again when the last of `blocks` has called: true for that one. What a block has
+// written before, with a barrier in between, the last one sees, after a barrier too. The fences of its order are cheaper than
+// two of __threadfence.
+__device__ inline bool take_ticket(uint32* ticket, uint32 blocks) {
+#ifdef __CUDA_ARCH__
+  uint32 before;
+  asm volatile("atom.inc.acq_rel.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(blocks - 1) : "memory");
+  return before == blocks - 1;
+#else
+  bool last = atomicAdd(ticket, (uint32)1) + 1 == blocks;
+  if (last) *ticket = 0;
+  return last;
+#endif
+}
+
+// Has the second-level cache read what a block will need at its end.
+__device__ inline void prefetch_line(const void* place) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.L2 [%0];" ::"l"(place));
+#endif
+}
+
 // --- reductions over a channel ----------------------------------------------------------------------------------------
 //
 // `Load` has a type Item and gives item(index, channel) of a dense array. `Value` has zero(), add(items, n) and merge(other).

@@ -14,24 +14,54 @@ __device__ A larger(A a, A b) {
   return b > a || is_nan(b) ? b : a;  // NaN wins
 }
 
-// The total of a block's values, in all its threads.
-template <class A>
-__device__ A block_sum(A value) {
-  __shared__ A shared[WARPS];
-  for (int width = 16; width > 0; width /= 2) value += __shfl_down_sync(0xffffffffu, value, width);
-  __syncthreads();  // a second call must not overwrite what the first one still reads
+// The total of a block's values, in all its threads. V has add and shuffle_down.
+template <class V>
+__device__ V block_total(V value) {
+  __shared__ V shared[WARPS];
+  for (int width = 16; width > 0; width /= 2) value.add(value.shuffle_down(width));
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
-  A sum = shared[0];
-  for (int warp = 1; warp < blockDim.x / 32; ++warp) sum += shared[warp];
-  return sum;
+  V total = shared[0];
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) total.add(shared[warp]);
+  return total;
 }
+
+// Of a row: the sums of the exponentials, and of what they are taken of; how many logits come before the target's.
+template <class A>
+struct RowSums {
+  A exponentials, shifted;
+  int64 before;
+  __device__ void add(const RowSums& other) {
+    exponentials += other.exponentials;
+    shifted += other.shifted;
+    before += other.before;
+  }
+  __device__ RowSums shuffle_down(int width) const {
+    return RowSums{__shfl_down_sync(0xffffffffu, exponentials, width), __shfl_down_sync(0xffffffffu, shifted, width),
+                   __shfl_down_sync(0xffffffffu, before, width)};
+  }
+};
+
+// Of all rows: the sum of the losses, how many count, and are right.
+struct Outcome {
+  double sum;
+  int64 valid, first, among_five;
+  __device__ void add(const Outcome& other) {
+    sum += other.sum;
+    valid += other.valid;
+    first += other.first;
+    among_five += other.among_five;
+  }
+  __device__ Outcome shuffle_down(int width) const {
+    return Outcome{__shfl_down_sync(0xffffffffu, sum, width), __shfl_down_sync(0xffffffffu, valid, width),
+                   __shfl_down_sync(0xffffffffu, first, width), __shfl_down_sync(0xffffffffu, among_five, width)};
+  }
+};
 
 template <class A>
 __device__ A block_max(A value) {
   __shared__ A shared[WARPS];
   for (int width = 16; width > 0; width /= 2) value = larger(value, __shfl_down_sync(0xffffffffu, value, width));
-  __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
   A best = shared[0];
@@ -46,6 +76,32 @@ __device__ bool comes_before(A value, int64 k, A label_value, int64 label) {
   return value > label_value || (value == label_value && k < label);
 }
 
+// A thread's logits of a row, the first of which it keeps: they are asked for at once, before the target is known.
+template <class T>
+struct Row {
+  typedef Accumulator<T> A;
+  static const int HELD = 4;
+  const T* x;
+  A held[HELD];
+  int64 classes;
+  __device__ Row(const T* x_, int64 classes_) : x(x_), classes(classes_) {
+#pragma unroll
+    for (int u = 0; u < HELD; ++u) {
+      int64 k = threadIdx.x + (int64)u * blockDim.x;
+      held[u] = k < classes ? widen(x[k]) : minus_infinity<A>();
+    }
+  }
+  template <class Visit>
+  __device__ void each(Visit visit) const {
+#pragma unroll
+    for (int u = 0; u < HELD; ++u) {
+      int64 k = threadIdx.x + (int64)u * blockDim.x;
+      if (k < classes) visit(held[u], k);
+    }
+    for (int64 k = threadIdx.x + (int64)HELD * blockDim.x; k < classes; k += blockDim.x) visit(widen(x[k]), k);
+  }
+};
+
 // losses (rows) = each row's loss, 0 when ignored; ranks (rows) = how many logits come before the target's, `classes` where it
 // is no class or ignored; probabilities = softmax.
 template <class T>
@@ -53,29 +109,23 @@ __device__ void row_loss(Accumulator<T>* losses, int64* ranks, Accumulator<T>* p
                          const int64* target, int64 row, int64 classes, double label_smoothing, int64 ignore_index) {
   typedef Accumulator<T> A;
   const T* x = logits + row * classes;
+  Row<T> own(x, classes);
   int64 label = target[row];
   bool is_class = label >= 0 && label < classes;
   A label_value = is_class ? widen(x[label]) : A(0);
   A largest = minus_infinity<A>();
-  int64 before = 0;
-  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
-    A value = widen(x[k]);
-    largest = larger(largest, value);
-    before += comes_before(value, k, label_value, label);
-  }
+  own.each([&](A value, int64) { largest = larger(largest, value); });
   largest = block_max(largest);
-  before = block_sum(before);
-  A total = 0, shifted_sum = 0;
-  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
-    A shifted = widen(x[k]) - largest;
-    total += exp(shifted);
-    shifted_sum += shifted;
-  }
-  total = block_sum(total);
-  if (label_smoothing > 0) shifted_sum = block_sum(shifted_sum);
-  for (int64 k = threadIdx.x; k < classes; k += blockDim.x) {
-    probabilities[row * classes + k] = exp(widen(x[k]) - largest) / total;
-  }
+  RowSums<A> sums = {A(0), A(0), 0};
+  own.each([&](A value, int64 k) {
+    A shifted = value - largest;
+    sums.exponentials += exp(shifted);
+    sums.shifted += shifted;
+    sums.before += comes_before(value, k, label_value, label);
+  });
+  sums = block_total(sums);
+  A total = sums.exponentials;
+  own.each([&](A value, int64 k) { probabilities[row * classes + k] = exp(value - largest) / total; });
   if (threadIdx.x != 0) return;
   A loss = 0;
   if (label != ignore_index && !is_class) {
@@ -84,25 +134,17 @@ __device__ void row_loss(Accumulator<T>* losses, int64* ranks, Accumulator<T>* p
     A smoothing = A(label_smoothing);
     A log_total = log(total);
     loss = -(A(1) - smoothing) * (label_value - largest - log_total);
-    if (label_smoothing > 0) loss -= smoothing / A(classes) * (shifted_sum - A(classes) * log_total);
+    if (label_smoothing > 0) loss -= smoothing / A(classes) * (sums.shifted - A(classes) * log_total);
   }
   losses[row] = loss;
-  ranks[row] = is_class && label != ignore_index ? before : classes;
+  ranks[row] = is_class && label != ignore_index ? sums.before : classes;
 }
 
 __device__ inline bool is_last_block(uint32* ticket) {
-  __shared__ int last;
+  bool last = false;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
-    if (last) {
-      *ticket = 0;
-      __threadfence();
-    }
-  }
-  __syncthreads();
-  return last;
+  if (threadIdx.x == 0) last = take_ticket(ticket, gridDim.x);
+  return __syncthreads_or(last);
 }
 
 // loss (one element) = the mean over the rows that are not ignored; count (one element) = how many; correct (two elements, or
@@ -119,29 +161,23 @@ __device__ void cross_entropy(Accumulator<T>* loss, int64* count, int64* correct
   // What other blocks have written must not come from this multiprocessor's cache.
   const volatile A* all_losses = losses;
   const volatile int64* all_ranks = ranks;
-  double sum = 0;
-  int64 valid = 0, first = 0, among_five = 0;
+  Outcome outcome = {0, 0, 0, 0};
   for (int64 row = threadIdx.x; row < rows; row += blockDim.x) {
     if (target[row] != ignore_index) {
-      sum += all_losses[row];
-      valid += 1;
+      outcome.sum += all_losses[row];
+      outcome.valid += 1;
     }
     int64 rank = all_ranks[row];
-    first += rank == 0;
-    among_five += rank < 5 && rank < classes;
+    outcome.first += rank == 0;
+    outcome.among_five += rank < 5 && rank < classes;
   }
-  sum = block_sum(sum);
-  valid = block_sum(valid);
-  if (correct) {
-    first = block_sum(first);
-    among_five = block_sum(among_five);
-  }
+  outcome = block_total(outcome);
   if (threadIdx.x != 0) return;
-  loss[0] = (A)(sum / (double)valid);
-  count[0] = valid;
+  loss[0] = (A)(outcome.sum / (double)outcome.valid);
+  count[0] = outcome.valid;
   if (correct) {
-    correct[0] += first;
-    correct[1] += among_five;
+    correct[0] += outcome.first;
+    correct[1] += outcome.among_five;
   }
 }
 

@@ -48,6 +48,11 @@ __device__ inline void windows(int64 place, int64 kernel, int64 stride, int64 pa
   if (*last > count) *last = count;
 }
 
+template <class T, int N>
+struct Signs;
+template <class T, int N>
+struct NoSigns;
+
 // --- what is pooled, and what becomes of a gradient ----------------------------------------------------------------------
 
 const int NOTHING = 255;
@@ -58,6 +63,8 @@ const int NOTHING_LARGE = -1;
 template <class T>
 struct Plain {
   typedef Accumulator<T> A;
+  template <int N>
+  using Turn = NoSigns<T, N>;
   struct Channel {};
   static const bool KEEPS = false;
   T* y;
@@ -75,6 +82,8 @@ struct Plain {
 template <class T>
 struct Normalized {
   typedef Accumulator<T> A;
+  template <int N>
+  using Turn = Signs<T, N>;
   struct Channel {
     A sign, scale, mean, bias;
     __device__ A normalized(A x) const { return (x - mean) * scale + bias; }
@@ -118,7 +127,7 @@ template <class T>
 struct NormalizedGradient {
   typedef Accumulator<T> A;
   struct Channel {
-    A scale, mean, inverse, first, second;
+    A scale, mean, first, slope;
   };
   static const bool READS = true;
   const T* x;
@@ -128,10 +137,10 @@ struct NormalizedGradient {
   const A* means;
   int64 channels;
   __device__ Channel channel(int64 c) const {
-    return Channel{weight[c] * inverse[c], mean[c], inverse[c], means[c], means[channels + c]};
+    return Channel{weight[c] * inverse[c], mean[c], means[c], inverse[c] * means[channels + c]};
   }
   __device__ static T finish(A sum, T x, const Channel& c) {
-    return narrow<T>((sum - c.first - (widen(x) - c.mean) * c.inverse * c.second) * c.scale);
+    return narrow<T>((sum - c.first - (widen(x) - c.mean) * c.slope) * c.scale);
   }
 };
 
@@ -197,9 +206,10 @@ __device__ void max_pool_backward(const Gradient& gradient, T* dx, const T* dy, 
 template <class T>
 constexpr int LANES = sizeof(T) > 4 ? 2 : 4;
 const int POOL_THREADS = 256;
-// How many blocks a multiprocessor has at once, at least: by the registers for 15 vectors in flight.
+// How many blocks a multiprocessor has at once, at least: by the registers for all vectors of an item in flight.
 template <class T>
 constexpr int POOL_BLOCKS = sizeof(T) == 2 ? 3 : 2;
+const int GRADIENT_BLOCKS = 2;
 
 template <class T, int N>
 struct alignas(N * sizeof(T)) Lanes {
@@ -220,6 +230,66 @@ struct ChannelLanes {
   __device__ bool idle() const { return group >= groups; }
   __device__ int64 first() const { return (int64)blockIdx.x * groups + group; }
   __device__ int64 step() const { return (int64)gridDim.x * groups; }
+};
+
+// Goes through the items of images, rows and columns of them, from one backwards in even steps, with a division at the
+// beginning only. Rows and columns fit into 31 bits.
+struct Backwards {
+  int64 image, images;
+  int row, column, rows, columns, row_step, column_step;
+  __device__ Backwards(int64 item, int64 step, int64 rows_, int64 columns_) : rows((int)rows_), columns((int)columns_) {
+    int64 rest, line = divide(item, columns_, &rest);
+    column = (int)rest;
+    image = divide(line, rows_, &rest);
+    row = (int)rest;
+    line = divide(step, columns_, &rest);
+    column_step = (int)rest;
+    images = divide(line, rows_, &rest);
+    row_step = (int)rest;
+  }
+  __device__ void next() {
+    column -= column_step;
+    row -= row_step;
+    image -= images;
+    if (column < 0) {
+      column += columns;
+      row -= 1;
+    }
+    if (row < 0) {
+      row += rows;
+      image -= 1;
+    }
+  }
+};
+
+// The sign of an element's value turned where a channel's is negative, for LANES of them together.
+template <class T, int N>
+struct Signs {
+  static constexpr int WORDS = N * sizeof(T) / 4;
+  uint32 words[WORDS];
+  template <class Channel>
+  __device__ explicit Signs(const Channel (&channels)[N]) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      int bit = 8 * sizeof(T) * (i + 1) - 1;
+      if (channels[i].sign < 0) words[bit / 32] |= 1u << bit % 32;
+    }
+  }
+  __device__ void turn(Lanes<T, N>& lanes) const {
+    uint32 turned[WORDS];
+    memcpy(turned, &lanes, sizeof(lanes));
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) turned[i] ^= words[i];
+    memcpy(&lanes, turned, sizeof(lanes));
+  }
+};
+template <class T, int N>
+struct NoSigns {
+  template <class Channel>
+  __device__ explicit NoSigns(const Channel (&)[N]) {}
+  __device__ void turn(Lanes<T, N>&) const {}
 };
 
 __device__ inline int64 clamp(int64 place, int64 size) { return place < 0 ? 0 : place < size ? place : size - 1; }
@@ -264,19 +334,37 @@ __device__ void max_pool_3x3_nhwc(const Pool& pool, uint8* indices, const T* x, 
   typename Pool::Channel channels[L];
 #pragma unroll
   for (int i = 0; i < L; ++i) channels[i] = pool.channel(first_channel + i);
-  int64 pairs = (oh + 1) / 2, items = n * pairs * ow;
-  for (int64 item = lanes.first(); item < items; item += lanes.step()) {
-    int64 ox, pair;
-    int64 image = divide(divide(items - 1 - item, ow, &ox), pairs, &pair);
-    WindowRows rows(pair, h);
-    int64 columns[3] = {clamp(2 * ox - 1, w), 2 * ox, clamp(2 * ox + 1, w)};
-    int codes[3] = {(int)(columns[0] - 2 * ox + 1), 1, (int)(columns[2] - 2 * ox + 1)};
-    const T* plane = x + image * h * w * c + first_channel;
+  typename Pool::template Turn<L> turn(channels);
+  int64 pairs = (oh + 1) / 2, items = n * pairs * ow, line = w * c;
+  if (lanes.first() >= items) return;
+  for (Backwards at(items - 1 - lanes.first(), lanes.step(), pairs, ow); at.image >= 0; at.next()) {
+    // Rows and columns outside the image are read as their neighbours, which are in the window too.
+    bool has_left = at.column > 0, has_right = 2 * (int64)at.column + 1 < w;
+    int64 left = has_left ? c : 0, right = has_right ? c : 0;
+    int codes[3] = {has_left ? 0 : 1, 1, has_right ? 2 : 1};
+    const T* from[5];
+    int rows[5];  // counted from the first window's first
+    from[1] = x + ((at.image * h + 4 * (int64)at.row) * w + 2 * (int64)at.column) * c + first_channel;
+    rows[1] = 1;
+    from[0] = at.row > 0 ? from[1] - line : from[1];
+    rows[0] = at.row > 0 ? 0 : 1;
+#pragma unroll
+    for (int r = 2; r < 5; ++r) {
+      bool inside = 4 * (int64)at.row - 1 + r < h;
+      from[r] = inside ? from[r - 1] + line : from[r - 1];
+      rows[r] = inside ? r : rows[r - 1];
+    }
     Lanes<T, L> values[5][3];
 #pragma unroll
     for (int r = 0; r < 5; ++r) {
+      values[r][0] = Lanes<T, L>::load(from[r] - left);
+      values[r][1] = Lanes<T, L>::load(from[r]);
+      values[r][2] = Lanes<T, L>::load(from[r] + right);
+    }
 #pragma unroll
-      for (int k = 0; k < 3; ++k) values[r][k] = Lanes<T, L>::load(plane + (rows.rows[r] * w + columns[k]) * c);
+    for (int r = 0; r < 5; ++r) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) turn.turn(values[r][k]);
     }
     Best<T, Pool> best[2][L];
 #pragma unroll
@@ -285,15 +373,15 @@ __device__ void max_pool_3x3_nhwc(const Pool& pool, uint8* indices, const T* x, 
       for (int i = 0; i < L; ++i) {
         Best<T, Pool> row;
 #pragma unroll
-        for (int k = 0; k < 3; ++k) row.add(Pool::key(values[r][k].values[i], channels[i]), codes[k], k == 0);
-        if (r < 3) best[0][i].add(row.value, rows.codes[0][r < 3 ? r : 0] + row.index, r == 0);
-        if (r >= 2) best[1][i].add(row.value, rows.codes[1][r < 2 ? 0 : r - 2] + row.index, r == 2);
+        for (int k = 0; k < 3; ++k) row.add(widen(values[r][k].values[i]), codes[k], k == 0);
+        if (r < 3) best[0][i].add(row.value, 3 * rows[r] + row.index, r == 0);
+        if (r >= 2) best[1][i].add(row.value, 3 * (rows[r] - 2) + row.index, r == 2);
       }
     }
+    int64 first_place = ((at.image * oh + 2 * (int64)at.row) * ow + at.column) * c + first_channel;
 #pragma unroll
     for (int window = 0; window < 2; ++window) {
-      int64 oy = 2 * pair + window;
-      if (oy >= oh) break;
+      if (2 * (int64)at.row + window >= oh) break;
       Lanes<T, L> y, largest;
       Lanes<uint8, L> index;
 #pragma unroll
@@ -301,7 +389,7 @@ __device__ void max_pool_3x3_nhwc(const Pool& pool, uint8* indices, const T* x, 
         bool some = Pool::finish(best[window][i].value, channels[i], &y.values[i], &largest.values[i]);
         index.values[i] = (uint8)(some ? best[window][i].index : NOTHING);
       }
-      int64 place = ((image * oh + oy) * ow + ox) * c + first_channel;
+      int64 place = first_place + window * ow * c;
       y.store(pool.y + place);
       if (Pool::KEEPS) largest.store(pool.largest + place);
       index.store(indices + place);
@@ -393,25 +481,26 @@ __device__ void max_pool_3x3_backward_nhwc(const Gradient& gradient, T* dx, cons
 #pragma unroll
   for (int i = 0; i < L; ++i) channels[i] = gradient.channel(first_channel + i);
   int64 items = n * oh * ow;
-  for (int64 item = lanes.first(); item < items; item += lanes.step()) {
-    int64 ox, oy;
-    int64 image = divide(divide(items - 1 - item, ow, &ox), oh, &oy);
-    bool right = ox + 1 < ow, below = oy + 1 < oh;
-    bool inside_w = 2 * ox + 1 < w, inside_h = 2 * oy + 1 < h;
+  if (lanes.first() >= items) return;
+  for (Backwards at(items - 1 - lanes.first(), lanes.step(), oh, ow); at.image >= 0; at.next()) {
+    bool right = at.column + 1 < ow, below = at.row + 1 < oh;
+    bool inside_w = 2 * (int64)at.column + 1 < w, inside_h = 2 * (int64)at.row + 1 < h;
     Lanes<T, L> windows[2][2], values[2][2];
     Lanes<uint8, L> index[2][2];
-    int64 corner = ((image * h + 2 * oy) * w + 2 * ox) * c + first_channel;
+    int64 window = ((at.image * oh + at.row) * ow + at.column) * c + first_channel;
+    int64 corner = ((at.image * h + 2 * (int64)at.row) * w + 2 * (int64)at.column) * c + first_channel;
+    int64 next_window = right ? c : 0, next_place = inside_w ? c : 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        int64 window = (image * oh + oy + (row && below)) * ow + ox + (column && right);
-        windows[row][column] = Lanes<T, L>::load(dy + window * c + first_channel);
-        index[row][column] = Lanes<uint8, L>::load(indices + window * c + first_channel);
-        if (Gradient::READS) {
-          int64 place = corner + ((row && inside_h) * w + (column && inside_w)) * c;
-          values[row][column] = Lanes<T, L>::load(gradient.x + place);
-        }
+      int64 from = row && below ? window + ow * c : window;
+      windows[row][0] = Lanes<T, L>::load(dy + from);
+      windows[row][1] = Lanes<T, L>::load(dy + from + next_window);
+      index[row][0] = Lanes<uint8, L>::load(indices + from);
+      index[row][1] = Lanes<uint8, L>::load(indices + from + next_window);
+      if (Gradient::READS) {
+        int64 place = row && inside_h ? corner + w * c : corner;
+        values[row][0] = Lanes<T, L>::load(gradient.x + place);
+        values[row][1] = Lanes<T, L>::load(gradient.x + place + next_place);
       }
     }
     Lanes<T, L> results[2][2];
@@ -491,13 +580,14 @@ __device__ void max_pool_3x3_backward_nchw(const Gradient& gradient, T* dx, cons
 // The first pass of the backward pass, over the windows: dz = dy + dy_2, rounded, which both are null or neither. The sums of
 // the gradient where the largest is above zero, and of that times (largest - mean), make dweight, dbias and means; count: of
 // the image's elements of a channel. Blocks, grid, partial, ticket: as batch_norm.cuh has them.
-template <class T, int V, bool NHWC, int U>
+template <class T, int V, bool NHWC, int U, int THREADS>
 __device__ void window_sums(T* dz, Accumulator<T>* partial, uint32* ticket, const GradientOut<Accumulator<T>>& out,
                             const T* dy, const T* dy_2, const Normalized<T>& pool, int64 count, int64 outer,
                             int64 channels, int64 inner, int lanes) {
   typedef Accumulator<T> A;
   const int OWN = NHWC ? V : 1;
-  Walk<V, NHWC, U> walk(outer, channels, inner, lanes);
+  Walk<V, NHWC, U, THREADS> walk(outer, channels, inner, lanes, gridDim.y);
+  out.prefetch(ticket, walk);
   A sum[2][OWN];
 #pragma unroll
   for (int c = 0; c < OWN; ++c) sum[0][c] = sum[1][c] = A(0);
@@ -505,9 +595,9 @@ __device__ void window_sums(T* dz, Accumulator<T>* partial, uint32* ticket, cons
     typename Normalized<T>::Channel own[OWN];
 #pragma unroll
     for (int c = 0; c < OWN; ++c) own[c] = pool.channel(walk.channel + c);
-    for (int64 chunk = blockIdx.y; chunk < walk.chunks; chunk += gridDim.y) {
+    for (int64 row = blockIdx.y; row * walk.step < walk.count; row += U * (int64)gridDim.y) {
       int64 offset[U];
-      int n = walk.seek(chunk, offset);
+      int n = walk.seek(row, offset);
       Pack<T, V> largest[U], gradient[U], second[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
@@ -660,6 +750,7 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
 #define GRADIENT_VECTORS(A) const A *weight, const A *mean, const A *inverse, const A *means
 #define ENTRY extern "C" __global__ void
 #define FAST_ENTRY(T) ENTRY __launch_bounds__(POOL_THREADS, POOL_BLOCKS<T>)
+#define GRADIENT_ENTRY ENTRY __launch_bounds__(POOL_THREADS, GRADIENT_BLOCKS)
 #define NORMALIZED(T) Normalized<T>{y, largest, weight, bias, mean, inverse}
 #define GRADIENT(T) NormalizedGradient<T>{x, weight, mean, inverse, means, c}
 
@@ -703,7 +794,7 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
                                                     VECTORS(Accumulator<T>), IMAGE) {                            \
     max_pool_3x3_##layout<T>(NORMALIZED(T), indices, x, n, c, h, w, oh, ow);                                     \
   }                                                                                                              \
-  FAST_ENTRY(T)                                                                                                 \
+  GRADIENT_ENTRY                                                                                                 \
   normalized_max_pool_3x3_backward_##layout##_##name(T* dx, const T* dy, const uint8* indices, const T* x,       \
                                                      GRADIENT_VECTORS(Accumulator<T>), IMAGE) {                  \
     max_pool_3x3_backward_##layout<T>(GRADIENT(T), dx, dy, indices, n, c, h, w, oh, ow);                         \
@@ -711,17 +802,17 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
 
 // The sums from the windows, by vectors and by single elements.
 #define PART_5(name, T)                                                                \
-  SUMS_INSTANCE(vector_nhwc_##name, T, true, LANES<T>, (sizeof(T) == 2 ? 4 : 2))       \
-  SUMS_INSTANCE(vector_nchw_##name, T, false, LANES<T>, (sizeof(T) == 2 ? 4 : 2))
+  SUMS_INSTANCE(vector_nhwc_##name, T, true, 16 / sizeof(T), 4)                        \
+  SUMS_INSTANCE(vector_nchw_##name, T, false, 16 / sizeof(T), 4)
 #define PART_6(name, T)                              \
   SUMS_INSTANCE(scalar_nhwc_##name, T, true, 1, 4)   \
   SUMS_INSTANCE(scalar_nchw_##name, T, false, 1, 4)
 #define SUMS_INSTANCE(name, T, NHWC, V, U)                                                                             \
-  ENTRY __launch_bounds__(NORM_THREADS, 2) window_sums_##name(                                                         \
+  ENTRY __launch_bounds__(REDUCTION, 1) window_sums_##name(                                                            \
       T* dz, Accumulator<T>* partial, uint32* ticket, Accumulator<T>* dweight, Accumulator<T>* dbias,                  \
       Accumulator<T>* means, int accumulate, const T* dy, const T* dy_2, T* largest, VECTORS(Accumulator<T>),          \
       int64 count, int64 outer, int64 channels, int64 inner, int lanes) {                                              \
-    window_sums<T, V, NHWC, U>(dz, partial, ticket, {dweight, dbias, means, inverse, accumulate}, dy, dy_2,            \
+    window_sums<T, V, NHWC, U, REDUCTION>(dz, partial, ticket, {dweight, dbias, means, inverse, accumulate}, dy, dy_2,            \
                                Normalized<T>{nullptr, largest, weight, bias, mean, inverse}, count, outer, channels,   \
                                inner, lanes);                                                                          \
   }

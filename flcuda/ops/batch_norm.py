@@ -40,25 +40,25 @@ from flcuda.ops.arrays import (
     suffix,
     view_sizes,
 )
-from flcuda.ops.channel_reduction import TILE_THREADS, Tiles, Width, tiles
+from flcuda.ops.channel_reduction import MAPPING, SUMMING, Blocks, Tiles, Width, multiprocessors, tiles
 
 Array = Any
 
 _VECTOR_BYTES = 16
 # The accesses at once of each pass, as in kernels/batch_norm.cu: with two norms a vector has at most four elements, and
-# of the passes in _FEWER there are half as many for eight.
+# of the passes in _FEWER there are half as many for eight. Passes with sums share single ones.
 _AT_ONCE = {
-    "statistics": 8,
+    "statistics": 1,
     "apply": 8,
     "apply_raw": 4,
     "apply_normalised": 4,
-    "sums": 4,
-    "sums_raw": 2,
-    "sums_normalised": 2,
+    "sums": 1,
+    "sums_raw": 1,
+    "sums_normalised": 1,
     "backward": 4,
     "backward_normalised": 2,
 }
-_FEWER = ("apply_raw", "sums", "backward")
+_FEWER = ("apply_raw", "backward")
 
 
 class Norm(NamedTuple):
@@ -781,11 +781,17 @@ def _elements(name: str, source: Array, width: Width) -> int:
 def _tiles(name: str, source: Array, layout: Layout, width: Width) -> Tiles:
     elements = _elements(name, source, width)
     at_once = _AT_ONCE[name]
-    if width == "scalar":
-        at_once *= 2
-    elif elements == 8 and name in _FEWER:
-        at_once //= 2
-    return tiles(source.shape, layout, elements, at_once)
+    blocks = _blocks(name)
+    if blocks is MAPPING:
+        if width == "scalar":
+            at_once *= 2
+        elif elements == 8 and name in _FEWER:
+            at_once //= 2
+    return tiles(source.shape, layout, elements, at_once, blocks, multiprocessors())
+
+
+def _blocks(name: str) -> Blocks:
+    return SUMMING if name.startswith(("statistics", "sums")) else MAPPING
 
 
 def _sizes(source: Array, layout: Layout, shape: Tiles) -> tuple[np.generic, ...]:
@@ -824,7 +830,7 @@ def _launch(name: str, kind: str, width: Width, shape: Tiles, *arguments: Array 
         "batch_norm",
         f"batch_norm_{name}_{width}_{shape.order}_{kind}",
         shape.grid,
-        (TILE_THREADS, 1),
+        (_blocks(name).threads, 1),
         *arguments,
         defines=defines_of(width, shape.order, kind),
     )

@@ -4,7 +4,9 @@ Stage one: blocks of the grid (channels, splits) reduce a part of a channel's el
 combines the parts in a fixed order. The numbers depend on the shape and layout alone, so two runs are equal bit for
 bit, also on different devices. The kernels are `reduce_rows` and `reduce_columns` of `kernels/common.cuh`.
 
-Batch norm's passes have a launch shape of their own, `tiles`: that of `kernels/batch_norm.cuh`.
+Batch norm's passes have a launch shape of their own, `tiles`: that of `kernels/batch_norm.cuh`. It depends on the
+number of multiprocessors as well, because each should have the same share of the blocks: two runs are equal bit for bit
+on devices of one model.
 """
 
 import functools
@@ -12,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from flcuda.device import cupy
 from flcuda.ops.arrays import Layout
 
 THREADS = 256
@@ -20,13 +23,42 @@ WARPS = 8
 _BLOCKS = 1024
 _ITEMS_A_THREAD = 16
 
-TILE_THREADS = 384
-# Two blocks on each of an H200's processors: fewer parts to add up, and yet enough loads under way.
-_TILE_BLOCKS = 264
 _TILE_CHANNELS = 64
 _WARP = 32
 
 Width = Literal["vector", "scalar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of a pass.
+
+    Attributes:
+        threads: of a block.
+        each: blocks on each multiprocessor, all of which run at once.
+    """
+
+    threads: int
+    each: int
+
+
+MAPPING = Blocks(384, 2)
+"""A pass without sums: `NORM_THREADS` of `kernels/batch_norm.cuh`."""
+
+SUMMING = Blocks(512, 1)
+"""A pass with sums: `REDUCTION` of `kernels/batch_norm.cuh`. Few parts to add up, and yet enough loads under way."""
+
+
+def multiprocessors() -> int:
+    """How many multiprocessors the current CUDA device has."""
+    runtime = cupy().cuda.runtime
+    return _multiprocessors(runtime.getDevice())
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    runtime = cupy().cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index))
 
 
 def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], tuple[int, int], str]:
@@ -73,14 +105,18 @@ class Tiles:
 
 
 @functools.cache
-def tiles(shape: tuple[int, ...], layout: Layout, elements: int, at_once: int) -> Tiles:
-    """Divides a dense array among blocks of `TILE_THREADS` threads.
+def tiles(
+    shape: tuple[int, ...], layout: Layout, elements: int, at_once: int, blocks: Blocks, processors: int
+) -> Tiles:
+    """Divides a dense array among blocks.
 
     Args:
         shape: (N, C, *spatial).
         layout: of the array.
         elements: what a thread reads in one access; must divide a row of the order.
-        at_once: accesses that a thread has under way.
+        at_once: accesses of a thread that a block takes together; 1 of a pass with sums.
+        blocks: of the pass.
+        processors: multiprocessors of the device.
 
     Returns:
         The launch shape; no tiles when there are no channels.
@@ -88,13 +124,13 @@ def tiles(shape: tuple[int, ...], layout: Layout, elements: int, at_once: int) -
     n, channels, *spatial = shape
     space = math.prod(spatial)
     if layout == "nchw" and space > 1:
-        count, step, columns, lanes, slots = n * space // elements, TILE_THREADS, channels, 1, 1
+        count, step, columns, lanes, slots = n * space // elements, blocks.threads, channels, 1, 1
         order: Literal["nchw", "nhwc"] = "nchw"
     else:
         needed = -(-channels // elements)
         lanes = 1 << max(0, needed - 1).bit_length()
         lanes = min(lanes, _WARP, max(1, _TILE_CHANNELS // elements))
-        count, step, columns, slots = n * space, TILE_THREADS // lanes, -(-needed // lanes), lanes * elements
+        count, step, columns, slots = n * space, blocks.threads // lanes, -(-needed // lanes), lanes * elements
         order = "nhwc"
     chunks = -(-count // (step * at_once))
-    return Tiles(order, lanes, slots, (columns, max(1, min(chunks, _TILE_BLOCKS // max(1, columns)))))
+    return Tiles(order, lanes, slots, (columns, max(1, min(chunks, processors * blocks.each // max(1, columns)))))

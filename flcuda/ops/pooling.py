@@ -39,7 +39,7 @@ from flcuda.ops.arrays import (
     view_sizes,
 )
 from flcuda.ops.batch_norm import Into, Norm
-from flcuda.ops.channel_reduction import TILE_THREADS, tiles
+from flcuda.ops.channel_reduction import SUMMING, multiprocessors, tiles
 
 Array = Any
 Pair = tuple[int, int]
@@ -314,7 +314,7 @@ def batch_norm_relu_max_pool_backward(
         launch_blocks(
             "pooling",
             f"normalized_max_pool_3x3_backward_{layout}_{kind}",
-            _grid(x.dtype, x.size // 4),
+            _grid(x.dtype, x.size // 4, 2),
             (_THREADS, 1),
             dx,
             gradient,
@@ -347,18 +347,17 @@ def _window_sums(
     first, *more = gradients
     channels = first.shape[1]
     space = math.prod(first.shape[2:])
-    lanes = _lanes(first.dtype)
+    elements = _ALIGNMENT // first.itemsize
     row = space if layout == "nchw" and space > 1 else channels
-    vectors = row % lanes == 0 and _is_aligned(*gradients)
-    # The accesses at once of kernels/pooling.cu.
-    shape = tiles(first.shape, layout, lanes if vectors else 1, 4 if first.itemsize == 2 or not vectors else 2)
+    vectors = row % elements == 0 and _is_aligned(*gradients)
+    shape = tiles(first.shape, layout, elements if vectors else 1, 1, SUMMING, multiprocessors())
     dz = new(first.shape, first.dtype, layout) if more else None
     means = new((2, channels), saved.norm.weight.dtype)
     launch_blocks(
         "pooling",
         f"window_sums_{'vector' if vectors else 'scalar'}_{shape.order}_{kind}",
         shape.grid,
-        (TILE_THREADS, 1),
+        (SUMMING.threads, 1),
         dz,
         new((*shape.grid, 2, shape.slots), accumulator(first)),
         cupy().zeros((channels + 1,), np.uint32) if ticket is None else ticket,
@@ -593,20 +592,19 @@ def _is_fast(
     lanes = _lanes(first.dtype)
     _, channels, _, width = x_shape
     fits = channels // lanes <= _THREADS and channels % lanes == 0 if layout == "nhwc" else width % lanes == 0
-    known = (kernel, stride, padding) == _FAST_WINDOW and first.itemsize <= 4
+    known = (kernel, stride, padding) == _FAST_WINDOW and first.itemsize <= 4 and max(x_shape[2:]) < 2**30
     return known and fits and _is_aligned(first, *others)
 
 
-def _grid(dtype: np.dtype[Any], elements: int) -> tuple[int, int]:
-    """A grid whose blocks all run at once, `POOL_BLOCKS` a multiprocessor: they share the work evenly.
+def _grid(dtype: np.dtype[Any], elements: int, each: int | None = None) -> tuple[int, int]:
+    """A grid whose blocks all run at once: they share the work evenly.
 
     Args:
         dtype: of the arrays.
         elements: what is done at a time, over all threads, in elements; fewer blocks are taken for little work.
+        each: blocks a multiprocessor; `POOL_BLOCKS` of kernels/pooling.cu when None.
     """
-    runtime = cupy().cuda.runtime
-    processors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, runtime.getDevice()))
-    most = processors * (3 if dtype.itemsize == 2 else 2)
+    most = multiprocessors() * (each or (3 if dtype.itemsize == 2 else 2))
     return min(most, -(-elements // (_THREADS * _lanes(dtype)))), 1
 
 

@@ -105,6 +105,7 @@ static unsigned __float_as_uint(float value) { return as<uint32_t>(value); }
 static long long __double_as_longlong(double value) { return as<long long>(value); }
 static float __int_as_float(int value) { return as<float>(value); }
 static double __longlong_as_double(long long value) { return as<double>(value); }
+static int __ffs(int value) { return __builtin_ffs(value); }
 static unsigned __umulhi(unsigned a, unsigned b) { return ((uint64_t)a * b) >> 32; }
 
 // What the threads of a warp, all 32 of them, tell each other.

@@ -16,7 +16,7 @@ from flcuda import device as devices
 from flcuda import kernel_loader
 from flcuda.device import DTYPES
 from flcuda.ops import batch_norm
-from flcuda.ops.channel_reduction import TILE_THREADS, tiles
+from flcuda.ops.channel_reduction import MAPPING, SUMMING, tiles
 
 
 def _has_nvrtc() -> bool:
@@ -44,8 +44,9 @@ def library(folder: Path) -> Any:
 class Kernels:
     """Has the ops launch kernels on the processor, over NumPy arrays, inside a ``with``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processors: int = 132) -> None:
         self._library = library(folder)
+        self.processors = processors
         self.launched: list[str] = []
         self.made: list[np.ndarray] = []
 
@@ -82,6 +83,7 @@ class Kernels:
             self._patch.setattr(batch_norm, name, getattr(self, name))
         self._patch.setattr(batch_norm, "on_cuda", lambda **_: True)
         self._patch.setattr(batch_norm, "cupy", lambda: np)
+        self._patch.setattr(batch_norm, "multiprocessors", lambda: self.processors)
         self._patch.setattr(batch_norm, "_address", lambda a: a.ctypes.data)
         return self
 
@@ -196,6 +198,18 @@ def test_a_first_chunk_unlike_the_others(folder: Path) -> None:
     np.testing.assert_allclose(inverse, 1 / x.std(axis=(0, 2, 3)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_a_first_value_unlike_the_others(folder: Path, layout: str) -> None:
+    # a thread's sums are around it, until there are more
+    x = np.random.default_rng(7).normal(1000, 1, (20, 8, 12, 12))
+    x[0, :, 0, :4] = -1000
+    x = x.astype(np.float32).astype(np.float64)
+    with Kernels(folder):
+        mean, inverse = batch_norm.statistics(place(x.astype(np.float32), "cpu", layout), None, None, None, 0.1, 0.0)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 2, 3)), rtol=2e-7)
+    np.testing.assert_allclose(inverse, 1 / x.std(axis=(0, 2, 3)), rtol=1e-6)
+
+
 def test_nan_and_infinity_pass(folder: Path) -> None:
     for mode in MODES:
         case = Case((2, 8, 3, 3), "float16", "nhwc", 5)
@@ -234,25 +248,47 @@ def test_two_runs_are_equal_bit_for_bit(folder: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(128, 64, 112, 112), (128, 512, 7, 7), (256, 128, 28, 28), (4, 3, 5, 5), (7, 1000)])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_the_launch_shape_covers_an_array_in_balance(shape: tuple[int, ...], layout: str) -> None:
+@pytest.mark.parametrize("processors", [20, 132])
+def test_the_launch_shape_covers_an_array_in_balance(shape: tuple[int, ...], layout: str, processors: int) -> None:
     n, channels, *spatial = shape
     space = int(np.prod(spatial))
-    for elements, at_once in ((1, 16), (4, 4), (8, 2), (8, 8)):
+    for elements, at_once, blocks in (
+        (1, 16, MAPPING),
+        (4, 4, MAPPING),
+        (8, 8, MAPPING),
+        (1, 1, SUMMING),
+        (8, 1, SUMMING),
+    ):
         if (channels if layout == "nhwc" or space == 1 else space) % elements:
             continue
-        shape_of = tiles(shape, layout, elements, at_once)
+        shape_of = tiles(shape, layout, elements, at_once, blocks, processors)
         columns, splits = shape_of.grid
         assert columns * shape_of.slots >= channels > (columns - 1) * shape_of.slots
-        assert TILE_THREADS % shape_of.lanes == 0
+        assert blocks.threads % shape_of.lanes == 0
         assert shape_of.lanes <= 32
         assert shape_of.slots <= 64
         assert splits >= 1
+        assert splits == 1 or columns * splits <= processors * blocks.each
         accesses = n * space // (elements if shape_of.order == "nchw" else 1)
-        chunks = -(-accesses // (TILE_THREADS // shape_of.lanes * at_once))
+        chunks = -(-accesses // (blocks.threads // shape_of.lanes * at_once))
         assert splits <= max(1, chunks)
         if layout == "nhwc" and elements > 1 and n >= 128:
             # rounds of the busiest block, against the mean
-            assert -(-chunks // splits) * splits / chunks < 1.1
+            assert -(-chunks // splits) * splits / chunks < 1.2
+
+
+@pytest.mark.parametrize("processors", [1, 5, 132])
+@pytest.mark.parametrize("mode", ["none", "normalised"])
+def test_any_number_of_multiprocessors(folder: Path, mode: str, processors: int) -> None:
+    # One part, and parts by the dozen for each thread that adds them up.
+    for shape, layout in (((2, 8, 40, 40), "nhwc"), ((3, 2, 60, 64), "nchw")):
+        case = Case(shape, "float32", layout, processors)
+        ticket = np.zeros(shape[1] + 1, np.uint32)
+        expected = case.widened().run(mode, True, 0.1, False)
+        with Kernels(folder, processors):
+            found = case.run(mode, True, 0.1, False, ticket)
+        assert not ticket.any()
+        assert_agree(found, expected, "float32", case)
 
 
 needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="no NVRTC (CuPy and its compiler) here")

@@ -78,12 +78,7 @@ class Kernels:
         return on_host(made)
 
     def __enter__(self) -> "Kernels":
-        runtime = SimpleNamespace(
-            getDevice=lambda: 0, deviceGetAttribute=lambda attribute, _: attribute, cudaDevAttrMultiProcessorCount=1
-        )
-        module = SimpleNamespace(
-            cuda=SimpleNamespace(runtime=runtime), zeros=lambda shape, dtype: on_host(np.zeros(shape, dtype))
-        )
+        module = SimpleNamespace(zeros=lambda shape, dtype: on_host(np.zeros(shape, dtype)))
         self._patch = pytest.MonkeyPatch()
         for ops in (pooling, loss, arrays):
             for name, value in {
@@ -97,6 +92,7 @@ class Kernels:
                 self._patch.setattr(ops, name, value, raising=False)
         add = SimpleNamespace(add=lambda a, b: on_host(reference.add(a, b)))
         self._patch.setattr(pooling, "elementwise", add)
+        self._patch.setattr(pooling, "multiprocessors", lambda: 1)
         return self
 
     def __exit__(self, *_: object) -> None:
