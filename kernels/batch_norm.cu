@@ -251,7 +251,7 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
 // --- instances --------------------------------------------------------------------------------------------------------
 
 #define NORM_KERNEL extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2)
-#define REDUCTION_KERNEL extern "C" __global__ void __launch_bounds__(REDUCTION, 1)
+#define REDUCTION_KERNEL(NHWC) extern "C" __global__ void __launch_bounds__(REDUCTION<NHWC>, REDUCTION_BLOCKS)
 #define VECTORS(A, prefix) const A *prefix##weight, const A *prefix##bias, const A *prefix##mean, const A *prefix##inverse
 #define VECTORS_VALUES(prefix) {prefix##weight, prefix##bias, prefix##mean, prefix##inverse}
 #define GRADIENT(A, prefix) A *prefix##dweight, A *prefix##dbias, A *prefix##means, int prefix##accumulate
@@ -261,14 +261,15 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
 
 // Accesses at once, as many as there are registers for.
 #define FEW(V) (V == 8 ? 2 : 4)
+#define SUM_FEW(NHWC) (NHWC ? 4 : 2)
 
 // V: of most passes; W: where there are two norms. M: how many times more accesses at once.
 #define NORM_INSTANCES(name, T, NHWC, V, W, M)                                                                         \
-  REDUCTION_KERNEL batch_norm_statistics_##name(                                                                            \
+  REDUCTION_KERNEL(NHWC) batch_norm_statistics_##name(                                                                 \
       Accumulator<T>* saved_mean, Accumulator<T>* saved_inv_variance, Accumulator<T>* pending_mean,                    \
       Accumulator<T>* pending_var, int64* num_batches, Accumulator<T>* partial, uint32* ticket, const T* x,            \
       double momentum, double eps, SIZES) {                                                                            \
-    statistics<T, V, NHWC, 8 * M, REDUCTION>(                                                                          \
+    statistics<T, V, NHWC, 2 * SUM_FEW(NHWC) * M, REDUCTION<NHWC>>(                                                    \
         partial, ticket, {saved_mean, saved_inv_variance, pending_mean, pending_var, num_batches, momentum, eps}, x,   \
         SIZES_VALUES);                                                                                                 \
   }                                                                                                                    \
@@ -285,23 +286,27 @@ __device__ void backward(T* dx, T* dresidual, const T* dz, const T* x, const Vec
     apply<T, W, NHWC, 4 * M, NORMALISED>(y, mask, x, VECTORS_VALUES(), residual, VECTORS_VALUES(residual_), relu,      \
                                          SIZES_VALUES);                                                                \
   }                                                                                                                    \
-  REDUCTION_KERNEL batch_norm_sums_##name(Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ), const T* dy, \
-                                     const T* x, VECTORS(Accumulator<T>, ), int relu, int64 count, SIZES) {            \
-    sums<T, V, NHWC, 4 * M, REDUCTION, NONE>(nullptr, partial, ticket, GRADIENT_VALUES(), {}, dy, nullptr, x, VECTORS_VALUES(), \
-                                  nullptr, nullptr, nullptr, relu, count, SIZES_VALUES);                               \
+  REDUCTION_KERNEL(NHWC) batch_norm_sums_##name(                                                                       \
+      Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ), const T* dy, const T* x,                    \
+      VECTORS(Accumulator<T>, ), int relu, int64 count, SIZES) {                                                       \
+    sums<T, V, NHWC, SUM_FEW(NHWC) * M, REDUCTION<NHWC>, NONE>(                                                        \
+        nullptr, partial, ticket, GRADIENT_VALUES(), {}, dy, nullptr, x, VECTORS_VALUES(), nullptr, nullptr, nullptr,  \
+        relu, count, SIZES_VALUES);                                                                                    \
   }                                                                                                                    \
-  REDUCTION_KERNEL batch_norm_sums_raw_##name(T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ),   \
-                                         const T* dy, const T* dy_2, const T* x, VECTORS(Accumulator<T>, ),            \
-                                         const uint8* mask, int64 count, SIZES) {                                      \
-    sums<T, V, NHWC, 4 * M, REDUCTION, RAW>(dz, partial, ticket, GRADIENT_VALUES(), {}, dy, dy_2, x, VECTORS_VALUES(), nullptr,   \
-                                 nullptr, mask, 0, count, SIZES_VALUES);                                               \
+  REDUCTION_KERNEL(NHWC) batch_norm_sums_raw_##name(                                                                   \
+      T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ), const T* dy, const T* dy_2,          \
+      const T* x, VECTORS(Accumulator<T>, ), const uint8* mask, int64 count, SIZES) {                                  \
+    sums<T, V, NHWC, SUM_FEW(NHWC) * M, REDUCTION<NHWC>, RAW>(                                                         \
+        dz, partial, ticket, GRADIENT_VALUES(), {}, dy, dy_2, x, VECTORS_VALUES(), nullptr, nullptr, mask, 0, count,   \
+        SIZES_VALUES);                                                                                                 \
   }                                                                                                                    \
-  REDUCTION_KERNEL batch_norm_sums_normalised_##name(                                                                       \
+  REDUCTION_KERNEL(NHWC) batch_norm_sums_normalised_##name(                                                            \
       T* dz, Accumulator<T>* partial, uint32* ticket, GRADIENT(Accumulator<T>, ),                                      \
       GRADIENT(Accumulator<T>, residual_), const T* dy, const T* dy_2, const T* x, VECTORS(Accumulator<T>, ),          \
       const T* residual, VECTORS(Accumulator<T>, residual_), const uint8* mask, int64 count, SIZES) {                  \
-    sums<T, W, NHWC, 4 * M, REDUCTION, NORMALISED>(dz, partial, ticket, GRADIENT_VALUES(), GRADIENT_VALUES(residual_), dy, dy_2,  \
-                                        x, VECTORS_VALUES(), residual, residual_mean, mask, 0, count, SIZES_VALUES);   \
+    sums<T, W, NHWC, 2 * M, REDUCTION<NHWC>, NORMALISED>(                                                              \
+        dz, partial, ticket, GRADIENT_VALUES(), GRADIENT_VALUES(residual_), dy, dy_2, x, VECTORS_VALUES(), residual,   \
+        residual_mean, mask, 0, count, SIZES_VALUES);                                                                  \
   }                                                                                                                    \
   NORM_KERNEL batch_norm_backward_##name(T* dx, const T* dz, const T* x, VECTORS(Accumulator<T>, ),                    \
                                          const Accumulator<T>* means, int relu, SIZES) {                               \

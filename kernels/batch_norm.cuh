@@ -9,6 +9,8 @@
 // A pass that sums has blocks of THREADS, REDUCTION unless a kernel says otherwise, and its split s has the rows of accesses
 // s, s + splits, ..., of which it reads U at once: splits differ by a row at most, and few of them keep what is to do at the
 // end short. All that a last block reads then is under way at once, so that it waits for the second-level cache only once.
+// A thread of nhwc has V sums of each kind, and of nchw one: there is room for twice the threads, and half as many accesses
+// at once are enough.
 //
 // partial is (tiles, splits, values, slots), slots = lanes * V or 1, in the accumulator's type, aligned to 16 bytes. ticket
 // has a word a tile and one more, zero between launches: the block that finishes a tile last adds up the tile's parts. The
@@ -19,7 +21,9 @@
 #include "common.cuh"
 
 const int NORM_THREADS = 384;
-const int REDUCTION = 512;
+template <bool NHWC>
+constexpr int REDUCTION = NHWC ? 256 : 512;
+const int REDUCTION_BLOCKS = 2;
 // Parts whose values a thread of the last block reads at once.
 const int NORM_BATCH = 8;
 const int NORM_SLOTS = 64;

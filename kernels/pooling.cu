@@ -206,10 +206,12 @@ __device__ void max_pool_backward(const Gradient& gradient, T* dx, const T* dy, 
 template <class T>
 constexpr int LANES = sizeof(T) > 4 ? 2 : 4;
 const int POOL_THREADS = 256;
-// How many blocks a multiprocessor has at once, at least: by the registers for all vectors of an item in flight.
+// How many blocks a multiprocessor has at once, at least: by the registers for all vectors of an item in flight. With batch
+// norm there are its vectors too.
 template <class T>
-constexpr int POOL_BLOCKS = sizeof(T) == 2 ? 3 : 2;
-const int GRADIENT_BLOCKS = 2;
+constexpr int POOL_BLOCKS = sizeof(T) == 2 ? 4 : 2;
+template <class T>
+constexpr int NORMALIZED_BLOCKS = sizeof(T) == 2 ? 3 : 2;
 
 template <class T, int N>
 struct alignas(N * sizeof(T)) Lanes {
@@ -577,9 +579,13 @@ __device__ void max_pool_3x3_backward_nchw(const Gradient& gradient, T* dx, cons
 
 // --- the batch norm's sums from the windows -----------------------------------------------------------------------------
 
+const int WINDOW_THREADS = 512;
+template <bool NHWC>
+constexpr int WINDOW_BLOCKS = NHWC ? 1 : 2;
+
 // The first pass of the backward pass, over the windows: dz = dy + dy_2, rounded, which both are null or neither. The sums of
 // the gradient where the largest is above zero, and of that times (largest - mean), make dweight, dbias and means; count: of
-// the image's elements of a channel. Blocks, grid, partial, ticket: as batch_norm.cuh has them.
+// the image's elements of a channel. Grid, partial, ticket: as batch_norm.cuh has them, with blocks of WINDOW_THREADS.
 template <class T, int V, bool NHWC, int U, int THREADS>
 __device__ void window_sums(T* dz, Accumulator<T>* partial, uint32* ticket, const GradientOut<Accumulator<T>>& out,
                             const T* dy, const T* dy_2, const Normalized<T>& pool, int64 count, int64 outer,
@@ -750,7 +756,7 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
 #define GRADIENT_VECTORS(A) const A *weight, const A *mean, const A *inverse, const A *means
 #define ENTRY extern "C" __global__ void
 #define FAST_ENTRY(T) ENTRY __launch_bounds__(POOL_THREADS, POOL_BLOCKS<T>)
-#define GRADIENT_ENTRY ENTRY __launch_bounds__(POOL_THREADS, GRADIENT_BLOCKS)
+#define NORMALIZED_ENTRY(T) ENTRY __launch_bounds__(POOL_THREADS, NORMALIZED_BLOCKS<T>)
 #define NORMALIZED(T) Normalized<T>{y, largest, weight, bias, mean, inverse}
 #define GRADIENT(T) NormalizedGradient<T>{x, weight, mean, inverse, means, c}
 
@@ -789,32 +795,32 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
   NORMALIZED_INSTANCES(name, T, nhwc)                                                                                  \
   NORMALIZED_INSTANCES(name, T, nchw)
 #define NORMALIZED_INSTANCES(name, T, layout)                                                                    \
-  FAST_ENTRY(T)                                                                                                 \
+  NORMALIZED_ENTRY(T)                                                                                            \
   normalized_max_pool_3x3_forward_##layout##_##name(T* y, T* largest, uint8* indices, const T* x,                \
                                                     VECTORS(Accumulator<T>), IMAGE) {                            \
     max_pool_3x3_##layout<T>(NORMALIZED(T), indices, x, n, c, h, w, oh, ow);                                     \
   }                                                                                                              \
-  GRADIENT_ENTRY                                                                                                 \
+  NORMALIZED_ENTRY(T)                                                                                            \
   normalized_max_pool_3x3_backward_##layout##_##name(T* dx, const T* dy, const uint8* indices, const T* x,       \
                                                      GRADIENT_VECTORS(Accumulator<T>), IMAGE) {                  \
     max_pool_3x3_backward_##layout<T>(GRADIENT(T), dx, dy, indices, n, c, h, w, oh, ow);                         \
   }
 
 // The sums from the windows, by vectors and by single elements.
-#define PART_5(name, T)                                                                \
-  SUMS_INSTANCE(vector_nhwc_##name, T, true, 16 / sizeof(T), 4)                        \
-  SUMS_INSTANCE(vector_nchw_##name, T, false, 16 / sizeof(T), 4)
+#define PART_5(name, T)                                               \
+  SUMS_INSTANCE(vector_nhwc_##name, T, true, 16 / sizeof(T), 2)       \
+  SUMS_INSTANCE(vector_nchw_##name, T, false, 16 / sizeof(T), 2)
 #define PART_6(name, T)                              \
   SUMS_INSTANCE(scalar_nhwc_##name, T, true, 1, 4)   \
   SUMS_INSTANCE(scalar_nchw_##name, T, false, 1, 4)
 #define SUMS_INSTANCE(name, T, NHWC, V, U)                                                                             \
-  ENTRY __launch_bounds__(REDUCTION, 1) window_sums_##name(                                                            \
+  ENTRY __launch_bounds__(WINDOW_THREADS, WINDOW_BLOCKS<NHWC>) window_sums_##name(                                     \
       T* dz, Accumulator<T>* partial, uint32* ticket, Accumulator<T>* dweight, Accumulator<T>* dbias,                  \
       Accumulator<T>* means, int accumulate, const T* dy, const T* dy_2, T* largest, VECTORS(Accumulator<T>),          \
       int64 count, int64 outer, int64 channels, int64 inner, int lanes) {                                              \
-    window_sums<T, V, NHWC, U, REDUCTION>(dz, partial, ticket, {dweight, dbias, means, inverse, accumulate}, dy, dy_2,            \
-                               Normalized<T>{nullptr, largest, weight, bias, mean, inverse}, count, outer, channels,   \
-                               inner, lanes);                                                                          \
+    window_sums<T, V, NHWC, U, WINDOW_THREADS>(                                                                        \
+        dz, partial, ticket, {dweight, dbias, means, inverse, accumulate}, dy, dy_2,                                   \
+        Normalized<T>{nullptr, largest, weight, bias, mean, inverse}, count, outer, channels, inner, lanes);           \
   }
 
 // The mean over space.
@@ -825,14 +831,14 @@ __device__ void global_avg_pool_backward_nchw(T* dx, const T* dy, int64 rows, in
   ENTRY global_avg_pool_backward_nchw_##name(T* dx, const T* dy, int64 n, int64 c, int64 space) {   \
     global_avg_pool_backward_nchw<T>(dx, dy, n* c, space);                                           \
   }                                                                                                  \
-  GLOBAL_INSTANCES(nhwc, name, T, 1)                                                                 \
-  GLOBAL_INSTANCES(lanes, name, T, LANES<T>)
-#define GLOBAL_INSTANCES(kind, name, T, L)                                                             \
-  ENTRY global_avg_pool_##kind##_##name(T* y, const T* x, int64 n, int64 c, int64 space) {            \
+  GLOBAL_INSTANCES(nhwc, name, T, 1, 1)                                                              \
+  GLOBAL_INSTANCES(lanes, name, T, LANES<T>, 16 / sizeof(T))
+#define GLOBAL_INSTANCES(kind, name, T, L, BACKWARD_L)                                                 \
+  ENTRY global_avg_pool_##kind##_##name(T* y, const T* x, int64 n, int64 c, int64 space) {             \
     global_avg_pool_nhwc<T, L>(y, x, c, space);                                                        \
   }                                                                                                    \
-  ENTRY global_avg_pool_backward_##kind##_##name(T* dx, const T* dy, int64 n, int64 c, int64 space) { \
-    global_avg_pool_backward_nhwc<T, L>(dx, dy, c, space);                                             \
+  ENTRY global_avg_pool_backward_##kind##_##name(T* dx, const T* dy, int64 n, int64 c, int64 space) {  \
+    global_avg_pool_backward_nhwc<T, BACKWARD_L>(dx, dy, c, space);                                    \
   }
 
 #define TYPE_f32 float

@@ -40,7 +40,7 @@ from flcuda.ops.arrays import (
     suffix,
     view_sizes,
 )
-from flcuda.ops.channel_reduction import MAPPING, SUMMING, Blocks, Tiles, Width, multiprocessors, tiles
+from flcuda.ops.channel_reduction import MAPPING, SUMMING, Tiles, Width, multiprocessors, tiles
 
 Array = Any
 
@@ -781,17 +781,13 @@ def _elements(name: str, source: Array, width: Width) -> int:
 def _tiles(name: str, source: Array, layout: Layout, width: Width) -> Tiles:
     elements = _elements(name, source, width)
     at_once = _AT_ONCE[name]
-    blocks = _blocks(name)
+    blocks = SUMMING if name.startswith(("statistics", "sums")) else MAPPING
     if blocks is MAPPING:
         if width == "scalar":
             at_once *= 2
         elif elements == 8 and name in _FEWER:
             at_once //= 2
     return tiles(source.shape, layout, elements, at_once, blocks, multiprocessors())
-
-
-def _blocks(name: str) -> Blocks:
-    return SUMMING if name.startswith(("statistics", "sums")) else MAPPING
 
 
 def _sizes(source: Array, layout: Layout, shape: Tiles) -> tuple[np.generic, ...]:
@@ -830,7 +826,7 @@ def _launch(name: str, kind: str, width: Width, shape: Tiles, *arguments: Array 
         "batch_norm",
         f"batch_norm_{name}_{width}_{shape.order}_{kind}",
         shape.grid,
-        (_blocks(name).threads, 1),
+        (shape.threads, 1),
         *arguments,
         defines=defines_of(width, shape.order, kind),
     )

@@ -34,18 +34,18 @@ class Blocks:
     """The blocks of a pass.
 
     Attributes:
-        threads: of a block.
-        each: blocks on each multiprocessor, all of which run at once.
+        nhwc: threads of a block, and blocks on each multiprocessor, all of which run at once.
+        nchw: the same for this order.
     """
 
-    threads: int
-    each: int
+    nhwc: tuple[int, int]
+    nchw: tuple[int, int]
 
 
-MAPPING = Blocks(384, 2)
+MAPPING = Blocks(nhwc=(384, 2), nchw=(384, 2))
 """A pass without sums: `NORM_THREADS` of `kernels/batch_norm.cuh`."""
 
-SUMMING = Blocks(512, 1)
+SUMMING = Blocks(nhwc=(256, 2), nchw=(512, 2))
 """A pass with sums: `REDUCTION` of `kernels/batch_norm.cuh`. Few parts to add up, and yet enough loads under way."""
 
 
@@ -95,12 +95,14 @@ class Tiles:
         order: "nchw" or "nhwc", of the kernel: nchw without space is nhwc.
         lanes: threads side by side in a row of nhwc; 1 for nchw.
         slots: channels of a tile.
+        threads: of a block.
         grid: (tiles, splits).
     """
 
     order: Literal["nchw", "nhwc"]
     lanes: int
     slots: int
+    threads: int
     grid: tuple[int, int]
 
 
@@ -124,13 +126,16 @@ def tiles(
     n, channels, *spatial = shape
     space = math.prod(spatial)
     if layout == "nchw" and space > 1:
-        count, step, columns, lanes, slots = n * space // elements, blocks.threads, channels, 1, 1
+        threads, each = blocks.nchw
+        count, step, columns, lanes, slots = n * space // elements, threads, channels, 1, 1
         order: Literal["nchw", "nhwc"] = "nchw"
     else:
+        threads, each = blocks.nhwc
         needed = -(-channels // elements)
         lanes = 1 << max(0, needed - 1).bit_length()
         lanes = min(lanes, _WARP, max(1, _TILE_CHANNELS // elements))
-        count, step, columns, slots = n * space, blocks.threads // lanes, -(-needed // lanes), lanes * elements
+        count, step, columns, slots = n * space, threads // lanes, -(-needed // lanes), lanes * elements
         order = "nhwc"
     chunks = -(-count // (step * at_once))
-    return Tiles(order, lanes, slots, (columns, max(1, min(chunks, processors * blocks.each // max(1, columns)))))
+    splits = max(1, min(chunks, processors * each // max(1, columns)))
+    return Tiles(order, lanes, slots, threads, (columns, splits))

@@ -39,7 +39,7 @@ from flcuda.ops.arrays import (
     view_sizes,
 )
 from flcuda.ops.batch_norm import Into, Norm
-from flcuda.ops.channel_reduction import SUMMING, multiprocessors, tiles
+from flcuda.ops.channel_reduction import Blocks, multiprocessors, tiles
 
 Array = Any
 Pair = tuple[int, int]
@@ -48,6 +48,11 @@ _THREADS = 256
 # The parts of the file that are compiled by themselves.
 _ANY, _FAST, _NORMALIZED, _GLOBAL, _VECTOR_SUMS, _SCALAR_SUMS = 1, 2, 3, 4, 5, 6
 _FAST_WINDOW = ((3, 3), (2, 2), (1, 1))
+# Blocks a multiprocessor of the kernels for that window, for 16-bit numbers and for larger ones: `POOL_BLOCKS` and
+# `NORMALIZED_BLOCKS` in kernels/pooling.cu.
+_PLAIN_BLOCKS, _NORMALIZED_BLOCKS = (4, 2), (3, 2)
+# `WINDOW_THREADS` and `WINDOW_BLOCKS` there, of the sums from the windows.
+_WINDOWS = Blocks(nhwc=(512, 1), nchw=(512, 2))
 # 16-byte memory accesses, two 8-byte ones for the 16-bit dtypes.
 _ALIGNMENT = 16
 
@@ -84,7 +89,7 @@ def max_pool_forward(
         launch_blocks(
             "pooling",
             f"max_pool_3x3_forward_{layout}_{kind}",
-            _grid(x.dtype, y.size // 2),
+            _grid(x.dtype, y.size // 2, _PLAIN_BLOCKS),
             (_THREADS, 1),
             y,
             indices,
@@ -147,7 +152,7 @@ def max_pool_backward(
         launch_blocks(
             "pooling",
             f"max_pool_3x3_backward_{layout}_{kind}",
-            _grid(dy.dtype, dx.size // 4),
+            _grid(dy.dtype, dx.size // 4, _PLAIN_BLOCKS),
             (_THREADS, 1),
             dx,
             gradient,
@@ -230,7 +235,7 @@ def batch_norm_relu_max_pool_forward(
         launch_blocks(
             "pooling",
             f"normalized_max_pool_3x3_forward_{layout}_{kind}",
-            _grid(x.dtype, y.size // 2),
+            _grid(x.dtype, y.size // 2, _NORMALIZED_BLOCKS),
             (_THREADS, 1),
             y,
             largest,
@@ -314,7 +319,7 @@ def batch_norm_relu_max_pool_backward(
         launch_blocks(
             "pooling",
             f"normalized_max_pool_3x3_backward_{layout}_{kind}",
-            _grid(x.dtype, x.size // 4, 2),
+            _grid(x.dtype, x.size // 4, _NORMALIZED_BLOCKS),
             (_THREADS, 1),
             dx,
             gradient,
@@ -350,14 +355,14 @@ def _window_sums(
     elements = _ALIGNMENT // first.itemsize
     row = space if layout == "nchw" and space > 1 else channels
     vectors = row % elements == 0 and _is_aligned(*gradients)
-    shape = tiles(first.shape, layout, elements if vectors else 1, 1, SUMMING, multiprocessors())
+    shape = tiles(first.shape, layout, elements if vectors else 1, 1, _WINDOWS, multiprocessors())
     dz = new(first.shape, first.dtype, layout) if more else None
     means = new((2, channels), saved.norm.weight.dtype)
     launch_blocks(
         "pooling",
         f"window_sums_{'vector' if vectors else 'scalar'}_{shape.order}_{kind}",
         shape.grid,
-        (SUMMING.threads, 1),
+        (shape.threads, 1),
         dz,
         new((*shape.grid, 2, shape.slots), accumulator(first)),
         cupy().zeros((channels + 1,), np.uint32) if ticket is None else ticket,
@@ -464,7 +469,7 @@ def global_avg_pool_forward(x: Array) -> Array:
     n, c = np.int64(x.shape[0]), np.int64(x.shape[1])
     space = np.int64(math.prod(x.shape[2:]))
     source = dense(x, layout)
-    grid, block, order = _global(layout, x.shape, source)
+    grid, block, order = _global(layout, x.shape, source, _lanes(x.dtype))
     defines = _defines(_GLOBAL, kind)
     launch_blocks("pooling", f"global_avg_pool_{order}_{kind}", grid, block, y, source, n, c, space, defines=defines)
     return y
@@ -497,7 +502,7 @@ def global_avg_pool_backward(dy: Array, x_shape: Sequence[int], layout: str) -> 
     order: Layout = "nhwc" if layout == "nhwc" else "nchw"
     dx = new(tuple(x_shape), dy.dtype, order)
     gradient = dense(dy, "nchw")
-    grid, block, how = _global(order, dx.shape, gradient)
+    grid, block, how = _global(order, dx.shape, gradient, _ALIGNMENT // dy.itemsize)
     launch_blocks(
         "pooling",
         f"global_avg_pool_backward_{how}_{kind}",
@@ -596,24 +601,23 @@ def _is_fast(
     return known and fits and _is_aligned(first, *others)
 
 
-def _grid(dtype: np.dtype[Any], elements: int, each: int | None = None) -> tuple[int, int]:
+def _grid(dtype: np.dtype[Any], elements: int, blocks: Pair) -> tuple[int, int]:
     """A grid whose blocks all run at once: they share the work evenly.
 
     Args:
         dtype: of the arrays.
         elements: what is done at a time, over all threads, in elements; fewer blocks are taken for little work.
-        each: blocks a multiprocessor; `POOL_BLOCKS` of kernels/pooling.cu when None.
+        blocks: of a multiprocessor, for 16-bit numbers and for larger ones.
     """
-    most = multiprocessors() * (each or (3 if dtype.itemsize == 2 else 2))
+    most = multiprocessors() * blocks[dtype.itemsize > 2]
     return min(most, -(-elements // (_THREADS * _lanes(dtype)))), 1
 
 
-def _global(layout: Layout, x_shape: tuple[int, ...], a: Array) -> tuple[Pair, Pair, str]:
-    """Grid, block and name of the kernels of the global pool."""
+def _global(layout: Layout, x_shape: tuple[int, ...], a: Array, lanes: int) -> tuple[Pair, Pair, str]:
+    """Grid, block and name of the kernels of the global pool; lanes: channels of a thread where they fit."""
     n, channels = x_shape[:2]
     if layout == "nchw":
         return (-(-n * channels // 8), 1), (_THREADS, 1), "nchw"
-    lanes = _lanes(a.dtype)
     if channels % lanes or not _is_aligned(a):
         lanes = 1
     return (n * -(-channels // (32 * lanes)), 1), (32, 8), "nhwc" if lanes == 1 else "lanes"

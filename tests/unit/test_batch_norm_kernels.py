@@ -263,14 +263,16 @@ def test_the_launch_shape_covers_an_array_in_balance(shape: tuple[int, ...], lay
             continue
         shape_of = tiles(shape, layout, elements, at_once, blocks, processors)
         columns, splits = shape_of.grid
+        threads, each = blocks.nchw if shape_of.order == "nchw" else blocks.nhwc
+        assert shape_of.threads == threads
         assert columns * shape_of.slots >= channels > (columns - 1) * shape_of.slots
-        assert blocks.threads % shape_of.lanes == 0
+        assert threads % shape_of.lanes == 0
         assert shape_of.lanes <= 32
         assert shape_of.slots <= 64
         assert splits >= 1
-        assert splits == 1 or columns * splits <= processors * blocks.each
+        assert splits == 1 or columns * splits <= processors * each
         accesses = n * space // (elements if shape_of.order == "nchw" else 1)
-        chunks = -(-accesses // (blocks.threads // shape_of.lanes * at_once))
+        chunks = -(-accesses // (threads // shape_of.lanes * at_once))
         assert splits <= max(1, chunks)
         if layout == "nhwc" and elements > 1 and n >= 128:
             # rounds of the busiest block, against the mean
