@@ -8,7 +8,7 @@ around it that the triangle reaches, once, and the result, once. `with_tables_us
 and parameters on the host.
 
 With --tune [CASE], by default the first case: tries the kernel's constants, all in this process, and prints the best.
-They are those of kernels/augment.cu, but for STEPS, which is `_STEPS` of flcuda/ops/augment.py; LINES is in both.
+They are those of kernels/augment.cu; LINES is also `_LINES` of flcuda/ops/augment.py.
 """
 
 import argparse
@@ -127,24 +127,25 @@ class _OnHost:
 
 # --- the constants ----------------------------------------------------------------------------------------------------
 
-CHOICES = {"LINES": (1, 2, 4), "WORDS": (1, 2, 4), "PLACES": (768, 1536, 3072), "BLOCKS": (2, 3, 4, 5, 6)}
-STEPS = (1, 2, 4, 8, 14)
+CHOICES = {"LINES": (8, 14, 16, 28, 32), "ROWS": (4, 8, 12, 16), "BYTES": (12288, 20480, 28672), "BLOCKS": (3, 4, 5)}
 MOST_SHARED = 48 << 10
 TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The constants of a kernel; not those of how it is launched."""
+    """The constants of a kernel."""
 
     LINES: int
-    WORDS: int
-    PLACES: int
+    ROWS: int
+    BYTES: int
     BLOCKS: int
 
     @property
     def shared_bytes(self) -> int:
-        return (self.PLACES + self.PLACES * self.LINES // 32) * 4 * self.LINES
+        # A line's and a row's tables have 16 bytes each, and a group of threads less than 256 more.
+        groups = ops._THREADS // 32
+        return self.BYTES + 32 + groups * (16 * self.LINES + 2 * 16 * self.ROWS + 256)
 
     def __str__(self) -> str:
         return " ".join(f"{name} {value}" for name, value in vars(self).items())
@@ -177,13 +178,13 @@ def only(text: str, augment: Augment) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def launched_with(lines: int, steps: int) -> Iterator[None]:
-    before = ops._LINES, ops._STEPS
-    ops._LINES, ops._STEPS = lines, steps
+def launched_with(lines: int) -> Iterator[None]:
+    before = ops._LINES
+    ops._LINES = lines
     try:
         yield
     finally:
-        ops._LINES, ops._STEPS = before
+        ops._LINES = before
 
 
 def tune(name: str, augment: Augment, sizes: np.ndarray, device: devices.Device, shown: int) -> None:
@@ -203,35 +204,34 @@ def tune(name: str, augment: Augment, sizes: np.ndarray, device: devices.Device,
     print(f"{name}: {len(modules)} kernels compiled in {time.perf_counter() - begin:.1f} s", flush=True)
     sets, total = sets_of(augment, sizes, device)
     mean, std = ops._statistics(augment, 3)
-    works: dict[tuple[Variant, int], list[timing.Run]] = {}
+    works: dict[Variant, list[timing.Run]] = {}
     kernels = {variant: module.get_function(function) for variant, module in zip(choices, modules, strict=True)}
     for variant, kernel in kernels.items():
-        for steps in dict.fromkeys([ops._STEPS, *STEPS]):
-            runs: list[timing.Run] = []
-            for batch, table, out, _ in sets:
-                with launched_with(variant.LINES, steps):
-                    blocks, block, *shape = ops.launch_shape(len(out), *out.shape[2:])
-                    numbers = ops.arguments(out, mean, std, *shape)
-                arrays = (out, np.uint64(0), batch.pixels, batch.offsets, batch.sizes, table)
-                runs.append(functools.partial(kernel, (blocks, 1), block, (*arrays, *numbers)))
-            works[variant, steps] = runs
+        runs: list[timing.Run] = []
+        for batch, table, out, _ in sets:
+            with launched_with(variant.LINES):
+                blocks, block, *shape = ops.launch_shape(len(out), *out.shape[2:])
+                numbers = ops.arguments(out, mean, std, *shape)
+            arrays = (out, np.uint64(0), batch.pixels, batch.offsets, batch.sizes, table)
+            runs.append(functools.partial(kernel, (blocks, 1), block, (*arrays, *numbers)))
+        works[variant] = runs
     times = timing.in_turn(list(works.values()), device, repeats=5, budget_s=0.05)
     ranked = sorted(zip(times, works, strict=True), key=lambda row: row[0].median_ms)
-    best = [key for _, key in ranked[:shown]]
-    if (own, ops._STEPS) not in best:
-        best.append((own, ops._STEPS))
-    times = timing.in_turn([works[key] for key in best], device, repeats=60, budget_s=0.3)
+    best = [variant for _, variant in ranked[:shown]]
+    if own not in best:
+        best.append(own)
+    times = timing.in_turn([works[variant] for variant in best], device, repeats=60, budget_s=0.3)
     batch, table, out, _ = sets[0]
     wanted = augment.apply(batch, table).astype(np.float32)
-    for found, (variant, steps) in sorted(zip(times, best, strict=True), key=lambda row: row[0].median_ms):
+    for found, variant in sorted(zip(times, best, strict=True), key=lambda row: row[0].median_ms):
         out.fill(7)
-        works[variant, steps][0]()
+        works[variant][0]()
         error = float(abs(out.astype(np.float32) - wanted).max())
         kernel = kernels[variant]
-        notes = ["" if found.queued else ", not queued", ", as it is" if (variant, steps) == (own, ops._STEPS) else ""]
+        notes = ["" if found.queued else ", not queued", ", as it is" if variant == own else ""]
         print(
             f"{found.median_ms * 1e3:7.2f} us ({found.low_ms * 1e3:.2f}-{found.high_ms * 1e3:.2f}) "
-            f"{total / found.median_ms / 1e6:5.0f} GB/s  {variant} STEPS {steps}; {kernel.num_regs} registers, "
+            f"{total / found.median_ms / 1e6:5.0f} GB/s  {variant}; {kernel.num_regs} registers, "
             f"{kernel.local_size_bytes} bytes of local memory, error {error:.1e}{''.join(notes)}"
         )
     print(f"{time.perf_counter() - begin:.1f} s in all, {len(works)} tried")

@@ -30,10 +30,10 @@ _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(5, 9)
 _ROUNDING = 2.0**-20
 
 # As in kernels/augment.cu.
-_THREADS = 256
-_LINES = 2
-_MOST_GROUPS = 8
-_STEPS = 4
+_THREADS = 224
+_LINES = 16
+# Pixels that are stored together where a pixel is no vector by itself: tiles begin at a multiple.
+_PACKED = 4
 _INT_MAX = 2**31 - 1
 
 
@@ -183,17 +183,18 @@ def launch_shape(count: int, height: int, width: int) -> tuple[int, tuple[int, i
         width: of the result.
 
     Returns:
-        Blocks; threads of a block, across and down; columns of a tile; tiles across; bands of rows, each of `_STEPS`
-        steps.
+        Blocks; threads of a block, across and down; columns of a tile; tiles across; bands of `_LINES` rows for each
+        thread down.
 
     Raises:
         ValueError: more blocks than a launch may have.
     """
-    column_tiles = -(-width // _THREADS)
-    tile_width = -(-width // column_tiles)
+    even_tiles = -(-width // _THREADS)
+    tile_width = -(-width // (even_tiles * _PACKED)) * _PACKED
+    column_tiles = -(-width // tile_width)
     across = -(-tile_width // 32) * 32
-    down = min(_THREADS // across, _MOST_GROUPS, -(-height // _LINES))
-    bands = -(-height // (down * _LINES * _STEPS))
+    down = min(_THREADS // across, -(-height // _LINES))
+    bands = -(-height // (down * _LINES))
     blocks = count * bands * column_tiles
     if blocks > _INT_MAX:
         raise ValueError(f"batch: {count} images of {height}x{width} are too many for one launch")
@@ -207,15 +208,17 @@ def arguments(
     n_stride, c_stride, h_stride, w_stride = (step // out.itemsize for step in out.strides)
     pixel_bytes = out.shape[1] * out.itemsize
     address = out.data.ptr if is_cuda(out) else out.ctypes.data
-    # Channels are innermost and a pixel is one vector.
-    whole = pixel_bytes in (8, 16) and address % pixel_bytes == 0 and w_stride == out.shape[1]
+    # Channels are innermost, and this many pixels are whole vectors of this many bytes.
+    three = len(mean) == out.shape[1] == 3 and out.itemsize == 2 and out.shape[3] % _PACKED == 0
+    vector_bytes = 8 if three else pixel_bytes
+    whole = (three or pixel_bytes in (8, 16)) and address % vector_bytes == 0 and w_stride == out.shape[1]
     whole = whole and (c_stride == 1 or out.shape[1] == 1)
-    whole = whole and all(step * out.itemsize % pixel_bytes == 0 for step in (n_stride, h_stride))
+    whole = whole and all(step * out.itemsize % vector_bytes == 0 for step in (n_stride, h_stride))
     scale = [1.0 / (255.0 * value) for value in std]
     shift = [-m / s for m, s in zip(mean, std, strict=True)]
     padding = [0.0] * (4 - len(mean))
     return [
-        *(np.int32(value) for value in (*out.shape[2:], tile_width, column_tiles, bands, _STEPS)),
+        *(np.int32(value) for value in (*out.shape[2:], tile_width, column_tiles, bands)),
         *(np.int64(step) for step in (n_stride, c_stride, h_stride, w_stride)),
         np.int32(out.shape[1]),
         np.int32(pixel_bytes if whole else 0),

@@ -41,7 +41,8 @@ def test_photographs_of_different_sizes(channels, jitter, device, rng) -> None:
     sizes = np.concatenate([rng.integers(1, 900, (30, 2)), [(375, 500), (3, 5000), (4000, 7), (1500, 2100)]])
     batch, parameters = images(rng, sizes, channels), table(rng, sizes, jitter=jitter)
     chances = {"brightness": 0.5, "contrast": 0.5, "saturation": 0.5, "hue": 0.5} if jitter else {}
-    for options in ({}, {"dtype": "float16", "layout": "nhwc", "channels": 8}, {"dtype": "bfloat16", "channels": 4}):
+    half = {"dtype": "float16", "layout": "nhwc"}
+    for options in ({}, half, {**half, "channels": 8}, {"dtype": "bfloat16", "channels": 4}):
         description = Augment(224, **options, **chances)
         found = ops.augment(sent(batch), parameters, description)
         assert_like(to_numpy(found), exact(batch, parameters, description), description)

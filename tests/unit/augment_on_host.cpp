@@ -17,6 +17,7 @@ static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31u));
 }
 static float __uint_as_float(unsigned value);
+static void __syncwarp();
 
 #define KERNEL_FILE "augment.cu"
 #define OF_TYPE(suffix)                                                                                    \
@@ -27,3 +28,4 @@ static float __uint_as_float(unsigned value);
 #include "kernels_on_host.h"
 
 static float __uint_as_float(unsigned value) { return as<float>(value); }
+static void __syncwarp() { warp_groups[running / 32].wait(); }

@@ -247,7 +247,7 @@ def send_to_host(host, monkeypatch):
     def launch(name, function, grid, block, *arguments):
         assert name == "augment"
         assert block[0] % 32 == 0
-        assert block[0] * block[1] <= 256
+        assert block[0] * block[1] <= ops._THREADS
         if 0 not in grid:
             host_kernels.run(host, function, grid, block, arguments)
             launched.append(function)
@@ -282,13 +282,25 @@ def test_the_kernels_give_the_definition(size, channels, options, on_host, rng) 
 @pytest.mark.parametrize(
     ("sizes", "size"),
     [
-        # more columns than shared memory holds; few and many rows of the output at once; very many rows for one
-        ([(6, 1700), (3, 513)], (5, 24)),
-        ([(2, 2300)], (2, 2)),
+        # more columns than shared memory holds: for one group of threads, and for several with a share each
+        ([(6, 3500), (3, 513)], (5, 24)),
+        ([(2, 11000)], (2, 2)),
+        ([(6, 1700), (9, 40)], (70, 24)),
+        # few and many rows of the output at once; very many rows for one
         ([(300, 70)], (40, 3)),
         ([(2000, 3)], (3, 3)),
         ([(40, 50), (9, 4)], (67, 97)),
         ([(3, 700)], (2, 600)),
+        # coarser one way and finer the other
+        ([(5, 700), (31, 60)], (90, 20)),
+        ([(700, 5), (60, 31)], (20, 90)),
+        # a row of the output more and less than a thread makes
+        ([(50, 40)], (ops._LINES - 1, 8)),
+        ([(50, 40)], (ops._LINES + 1, 8)),
+        ([(50, 40)], (2 * ops._LINES, 8)),
+        # a column more than a tile has
+        ([(9, 300)], (4, ops._THREADS)),
+        ([(9, 300)], (4, ops._THREADS + 1)),
     ],
 )
 def test_the_kernels_on_unusual_sizes(sizes, size, on_host, rng) -> None:
@@ -296,6 +308,81 @@ def test_the_kernels_on_unusual_sizes(sizes, size, on_host, rng) -> None:
         description = Augment(size, layout="nhwc")
         batch, parameters = images(rng, sizes, channels), table(rng, sizes)
         assert_like(ops.augment(batch, parameters, description), exact(batch, parameters, description), description)
+
+
+@pytest.mark.parametrize("down", [0.3, 1.0, 1.9])
+@pytest.mark.parametrize("across", [0.2, 1.0, 1.01, 1.5, 1.51, 2.0, 2.01, 2.5, 2.51, 3.1, 40.0])
+def test_any_number_of_pixels_under_one(across, down, on_host, rng) -> None:
+    size = (21, 36)
+    for channels in (1, 3, 4):
+        sizes = [(max(1, round(down * size[0])), max(1, round(across * size[1]) + more)) for more in (0, 1)]
+        description = Augment(size)
+        batch, parameters = images(rng, sizes, channels), table(rng, sizes)
+        parameters[:, 2] = np.minimum(sizes[0][0], np.float32(down * size[0]))
+        parameters[:, 3] = np.minimum(sizes[0][1], np.float32(across * size[1]))
+        parameters[:, :2] = 0
+        assert_like(ops.augment(batch, parameters, description), exact(batch, parameters, description), description)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.tuples(st.integers(1, 40), st.integers(1, 70)),
+    scale=st.tuples(*(st.floats(-4, 7).map(lambda power: 2**power),) * 2),
+)
+def test_the_kernels_on_any_scale(seed, size, scale, host) -> None:
+    rng = np.random.default_rng(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        send_to_host(host, patch)
+        sides = np.maximum(np.array(size) * scale, 1).astype(np.int64)
+        sizes = [tuple(np.minimum(sides, 3000).tolist())]
+        channels = int(rng.choice([1, 3, 4]))
+        dtype = str(rng.choice(["float32", "float16", "bfloat16"]))
+        description = Augment(size, dtype=dtype, layout="nhwc")
+        batch, parameters = images(rng, sizes, channels), table(rng, sizes)
+        assert_like(ops.augment(batch, parameters, description), exact(batch, parameters, description), description)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [4, 20, 32, 36, 64, 100, 228, 6, 33])
+def test_four_pixels_are_stored_together(width, dtype, on_host, rng) -> None:
+    sizes = [(20, 30), (9, 300)]
+    description = Augment((18, width), dtype=dtype, layout="nhwc", std=(0.5, 0.6, 0.7))
+    batch, parameters = images(rng, sizes, 3), table(rng, sizes)
+    parameters[:, 4] = 0, 1
+    wanted = exact(batch, parameters, description)
+    assert_like(ops.augment(batch, parameters, description), wanted, description)
+    # At any address of an element, and nothing is written beside it.
+    guard = np.full((wanted.size + 9), 7, ops.numpy_dtype(dtype))
+    for start in range(1, 5):
+        guard[:] = 7
+        flat = guard[start : start + wanted.size]
+        out = flat.reshape(2, 18, width, 3).transpose(0, 3, 1, 2)
+        assert ops.augment(batch, parameters, description, out=out) is out
+        assert_like(out, wanted, description)
+        beside = np.concatenate([guard[:start], guard[start + wanted.size :]])
+        assert (beside == 7).all()
+
+
+def test_which_pixels_are_stored_together() -> None:
+    def vector(shape, channels=3, dtype="float16", layout="nhwc", start=0):
+        count = int(np.prod(shape))
+        memory = np.empty(count + 32, ops.numpy_dtype(dtype))
+        place = -memory.ctypes.data % 16 // memory.itemsize + start
+        flat = memory[place : place + count]
+        n, c, h, w = shape
+        out = flat.reshape(n, h, w, c).transpose(0, 3, 1, 2) if layout == "nhwc" else flat.reshape(shape)
+        return int(ops.arguments(out, (0.0,) * channels, (1.0,) * channels, 8, 1, 1)[10])
+
+    assert vector((2, 3, 5, 8)) == 6
+    assert vector((2, 3, 5, 8), start=4) == 6
+    assert vector((2, 3, 5, 8), start=2) == 0
+    assert vector((2, 3, 5, 6)) == 0
+    assert vector((2, 3, 5, 8), channels=1) == 0
+    assert vector((2, 3, 5, 8), dtype="float32") == 0
+    assert vector((2, 3, 5, 8), layout="nchw") == 0
+    assert vector((2, 4, 5, 7)) == 8
+    assert vector((2, 4, 5, 7), dtype="float32") == 16
+    assert vector((2, 4, 5, 7), start=2) == 0
 
 
 @given(seed=st.integers(0, 2**32), height=st.integers(1, 70), width=st.integers(1, 70))
