@@ -66,7 +66,7 @@ def test_json_alone_on_standard_output(fashion: Path, capsys: pytest.CaptureFixt
     assert (summary["train_images"], summary["test_images"], summary["batch_size"]) == (12, 5, 4)
     assert summary["parameters"] == 11_172_810
     assert not summary["interrupted"]
-    assert set(summary["loader_memory"]) == {"slots", "pinned", "device", "largest"}
+    assert set(summary["loader_memory"]) == {"slots", "pinned", "device", "largest", "kept"}
     assert summary["loader_memory"]["largest"] > 0
     assert [result["epoch"] for result in summary["history"]] == [1]
     for key in ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second", "seconds"):
