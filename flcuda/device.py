@@ -60,7 +60,8 @@ CONNECTIONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 @functools.cache
 def _connect() -> None:
     """Once, as looking at the environment takes longer than all else of `cupy`. See Note [connections]."""
-    with contextlib.suppress(ModuleNotFoundError):  # not even the package that it is in
+    # Not even the package that it is in, or something that stands in for it.
+    with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec("nvidia.nvimgcodec") is not None:
             os.environ.setdefault(*CONNECTIONS)
 

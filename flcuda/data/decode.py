@@ -215,7 +215,7 @@ class Decoder:
         channels: 3 for red, green, blue; 1 for grey.
         on_error: "raise" a `DecodeError`, or "skip" the image and count it.
         threads: decode one batch in so many threads; 0: what Pillow decodes in the calling thread, what nvImageCodec
-            decodes in as many as there are cores.
+            decodes in as many as there are cores. The GPU's JPEG engine needs two, and always has them.
         nvimgcodec: None uses nvImageCodec where it is installed and the device is CUDA; False never.
 
     Raises:

@@ -6,11 +6,11 @@ do on the device, and the consumer takes the samples in order. See sample.py for
 Note [ending]: an iteration ends when its last sample was taken and another is asked for, when its consumer leaves the
 loop for whatever reason, and when it is closed. All of these lead to `_Pipeline.close`, on whatever thread the garbage
 collector happens to run. The threads know the pipeline, and nothing of them knows the `Iteration`, whose end is what
-closes the pipeline. A thread cannot be ended from outside: a worker ends when the data set has given the sample that
-it is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more. So
-does the thread of the copies when a transform has been applied. Only a caller of `close` waits for so long. Who is
-interrupted, or lets go of the iteration (which Ctrl-C in a loop's body does: nobody can tell it from `break`), waits
-for `HASTE_S`, and one more thread does the rest.
+closes the pipeline. A thread cannot be ended from outside: a worker ends when the data set has given the sample that it
+is at; one that does not for `PATIENCE_S` is left behind, and ends by itself, having touched nothing any more. So is the
+thread of the copies in a transform that does not return, whose result nobody gets. Only a caller of `close` waits for
+so long. Who is interrupted, or lets go of the iteration (which Ctrl-C in a loop's body does: nobody can tell it from
+`break`), waits for `HASTE_S`, and one more thread does the rest.
 
 Note [errors]: whatever becomes of a thread, it publishes an outcome for the step that it is at: a step without one
 would be waited for for ever.
@@ -517,7 +517,9 @@ class _Pipeline:
             self._ready.clear()
             self.ring.close()
         if busy:
-            message = f"the data set has not returned for {PATIENCE_S:g} s: {', '.join(busy)} will end when it does"
+            # Of the thread of the copies only what it calls for the user can take so long.
+            waited = "a transform" if all(name.endswith("copies") for name in busy) else "the data set"
+            message = f"{waited} has not returned for {PATIENCE_S:g} s: {', '.join(busy)} will end when it does"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _are_over(self, deadline: float) -> bool:
@@ -569,7 +571,8 @@ class _Pipeline:
                     with self._condition:
                         if isinstance(outcome, BaseException):
                             self._next = self._stop  # nothing after it will be asked for
-                        self._staged[step] = outcome
+                        if not self._stopping:
+                            self._staged[step] = outcome
                         self._condition.notify_all()
             if outcome is None:
                 return
@@ -610,7 +613,9 @@ class _Pipeline:
                 if outcome is not None:
                     with self._condition:
                         self._turn[step % self._depth] = step + self._depth
-                        self._ready[step] = outcome
+                        # Of one that comes too late nothing is kept.
+                        if not self._stopping:
+                            self._ready[step] = outcome
                         self._condition.notify_all()
             if outcome is None or isinstance(outcome, BaseException):
                 return

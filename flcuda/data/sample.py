@@ -314,9 +314,10 @@ class Sample:
     """One sample of a data set (often a batch) of any number of fields, on its way to the device or there.
 
     It is its consumer's until `release`, or until the next one is taken from the same iteration, or that ends. Then its
-    memory takes in another one, and reading it is an error. Arrays that `arrays` has returned are views of that memory
-    unless a transform made them: what is queued on a stream that called `arrays` before the release still reads this
-    sample; what is kept longer must be copied.
+    memory takes in another one, and reading it is an error. Arrays that `arrays` has returned are views of that memory,
+    or were made by a `DeviceTransform` in memory that is taken again likewise: what is queued on a stream that called
+    `arrays` before the release still reads this sample; what is kept longer must be copied before it. They are not to
+    be written: such a transform may have returned what the data set gave. Only what other transforms made is its own.
 
     `image, label = sample` and `for image, label in loader` read the arrays.
 

@@ -157,6 +157,12 @@ print(os.environ.get({name!r}))
     assert answer.stdout.strip() == wanted
 
 
+def test_something_that_stands_in_for_nvimgcodec_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", SimpleNamespace(__spec__=None))
+    device._connect.cache_clear()
+    device.cupy()
+
+
 def test_import_needs_no_cupy() -> None:
     code = (
         "import sys, numpy as np\nfrom flcuda import device\na = np.ones(3)\n"

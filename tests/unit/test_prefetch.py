@@ -1486,6 +1486,36 @@ def test_a_data_set_that_does_not_return_is_left_behind(monkeypatch):
     require_clean(loader)
 
 
+def test_a_transform_ahead_that_does_not_return_is_left_behind(monkeypatch):
+    monkeypatch.setattr(prefetch, "PATIENCE_S", 0.05)
+    returns = threading.Event()
+    begun = threading.Event()
+
+    class Hung(Late):
+        def apply(self, batch: Any, parameters: Any) -> Any:
+            if len(self.applied) == 1:
+                begun.set()
+                returns.wait(30)
+            return super().apply(batch, parameters)
+
+    dataset = Rows(40)
+    loader = rows_loader(dataset, (Hung(dataset),), depth=2, workers=1)
+    iteration = iter(loader)
+    pipeline = iteration._pipeline
+    next(iteration)
+    assert begun.wait(10)
+    with pytest.warns(RuntimeWarning, match="a transform has not returned for 0.05 s: flcuda prefetch copies will end"):
+        iteration.close()
+    returns.set()
+    deadline = time.monotonic() + 10
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert running() == []
+    # What it made nobody gets, and nobody keeps.
+    assert not pipeline._ready
+    assert not pipeline._staged
+
+
 def test_close_from_another_thread_wakes_the_consumer():
     dataset = Stamps(10)
     returns = threading.Event()
