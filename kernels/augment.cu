@@ -23,7 +23,8 @@
 //
 // `vector`: 16 or 8 where a pixel of the output is so many bytes and so aligned; 6 where it is three elements of 16
 // bits, and four pixels of a row, from a multiple of four on, are three words of 8 bytes, so aligned; else 0.
-// A crop outside of the image gives NaN, and reads nothing outside of the image.
+// A crop outside of the image gives NaN. Reads are of whole 16 bytes from a multiple of 16 on, each with a byte of the
+// image in it; bytes of others do not count.
 
 #include "common.cuh"
 

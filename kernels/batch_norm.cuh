@@ -374,7 +374,9 @@ __device__ void reduce_moments(Accumulator<T>* partial, const T* x, const Walk<V
   A moved = sum / count;
 #pragma unroll
   for (int w = 0; w < WARPS_HERE; ++w) {
-    A items = counts[w][slot / OWN], distance = shared[w][0][slot] - shift - moved;
+    A items = counts[w][slot / OWN];
+    // Of a warp without elements the mean is no number of this channel: nothing times its square may be NaN.
+    A distance = items == A(0) ? A(0) : shared[w][0][slot] - shift - moved;
     m2 += shared[w][1][slot] + items * (distance * distance);
   }
   A* out = partial + ((int64)blockIdx.x * gridDim.y + blockIdx.y) * 2 * walk.slots + slot;

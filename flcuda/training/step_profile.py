@@ -15,7 +15,8 @@ Note [in-step regret]: the finder measures a convolution alone. In a step its op
 another state and the clock is another. So the finder's best candidates are tried in its place within the step, in turns
 of one step each; what the pick takes longer than the best of them there is its regret. Events between the parts let
 each begin when the one before has ended; in a CUDA graph it begins as the last blocks of that one leave. So the step is
-also captured with each candidate, and the whole of it is timed: some tens of replays of each graph, in turns.
+also captured with each candidate, and the whole of it is timed: some tens of replays of each graph, in turns. Of ten
+convolutions each would add the noise of a whole step: what counts is only what is faster in every turn.
 """
 
 import functools
@@ -36,7 +37,7 @@ from flcuda import device as devices
 from flcuda import finder, nn, timing
 from flcuda.autograd import Function
 from flcuda.device import Array, Device
-from flcuda.errors import CudnnError, FlcudaError
+from flcuda.errors import CaptureError, CudnnError, FlcudaError
 from flcuda.finder.peaks import Peaks, peaks
 from flcuda.finder.problem import ConvolutionProblem, default_math
 from flcuda.finder.report import Row, milliseconds, problem_text, shortened
@@ -927,7 +928,8 @@ class Retried:
         labels: of the candidates, the one that is used first.
         alone_ms: what the finder measured for each, once.
         in_step_ms: what each took within the step, all `count` together; NaN for one that failed there.
-        captured_ms: what the whole step took as a CUDA graph with each; likewise. Empty where it was not captured.
+        captured_ms: what the whole step took as a CUDA graph with each, turn by turn; nothing of one that failed there.
+            Empty where it was not captured.
     """
 
     problem: ConvolutionProblem
@@ -935,13 +937,23 @@ class Retried:
     labels: tuple[str, ...]
     alone_ms: tuple[float, ...]
     in_step_ms: tuple[float, ...]
-    captured_ms: tuple[float, ...] = ()
+    captured_ms: tuple[tuple[float, ...], ...] = ()
 
     @property
     def regret_ms(self) -> float:
-        """What the step takes longer by the candidate that is used than by the best: captured, where it was."""
-        times = self.captured_ms or self.in_step_ms
-        return times[0] - min(ms for ms in times if not math.isnan(ms))
+        """What the step takes longer by the candidate that is used than by the best: captured, where it was.
+
+        See Note [in-step regret].
+        """
+        if self.captured_ms:
+            gains = [gain for gain, always in map(self._gain, range(1, len(self.labels))) if always]
+            return max(gains, default=0.0)
+        return self.in_step_ms[0] - min(ms for ms in self.in_step_ms if not math.isnan(ms))
+
+    def _gain(self, place: int) -> tuple[float, bool]:
+        """What the captured step gains by a candidate, and whether it does in every turn; NaN for one that failed."""
+        gains = [used - ms for used, ms in zip(self.captured_ms[0], self.captured_ms[place], strict=False)]
+        return (statistics.median(gains), min(gains) > 0) if gains else (math.nan, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -976,9 +988,10 @@ class Regret:
                 alone = _ms(entry.count * entry.alone_ms[place])
                 used = "  (used)" if place == 0 else ""
                 lines.append(f"  {shortened(label, 40):40} {found:>9}, alone {alone} ms{used}")
-                if entry.captured_ms and place and not math.isnan(entry.captured_ms[place]):
-                    more = 1e3 * (entry.captured_ms[place] - entry.captured_ms[0])
-                    lines.append(f"    the captured step takes {more:+.1f} us")
+                if place and entry.captured_ms and entry.captured_ms[place]:
+                    gain, always = entry._gain(place)
+                    noise = "" if always or gain <= 0 else ", not in every turn"
+                    lines.append(f"    the captured step takes {-1e3 * gain:+.1f} us{noise}")
         lines += ["", f"the picks cost {_ms(self.ms) or 0} ms of {_ms(self.step_ms)} ms: {self.share:.2%}"]
         return "\n".join(lines)
 
@@ -998,13 +1011,13 @@ class Regret:
                             "id": label,
                             "alone_ms": alone,
                             "in_step_ms": None if math.isnan(in_step) else in_step,
-                            "captured_step_ms": None if math.isnan(captured) else captured,
+                            "captured_step_ms": list(captured),
                         }
                         for label, alone, in_step, captured in zip(
                             entry.labels,
                             entry.alone_ms,
                             entry.in_step_ms,
-                            entry.captured_ms or (math.nan,) * len(entry.labels),
+                            entry.captured_ms or ((),) * len(entry.labels),
                             strict=True,
                         )
                     ],
@@ -1088,12 +1101,12 @@ def step_regret(
             )
             alone = tuple(row.timing.median_ms if row.timing else math.nan for row in rows[problem])
             labels = tuple(row.label for row in rows[problem])
-            whole: tuple[float, ...] = ()
+            whole: tuple[tuple[float, ...], ...] = ()
             if captured and device.kind == "cuda":
                 whole = _captured_ms(watch, step, places[problem], plans[problem], device, rounds)
             retried.append(Retried(problem, len(places[problem]), labels, alone, in_step, whole))
         if retried[0].captured_ms:
-            return Regret(tuple(retried), statistics.median(entry.captured_ms[0] for entry in retried))
+            return Regret(tuple(retried), statistics.median(ms for entry in retried for ms in entry.captured_ms[0]))
         step_ms = statistics.median(sum(times) + sum(rest.values()) for times, rest in taken[0])
         return Regret(tuple(retried), step_ms)
 
@@ -1105,21 +1118,26 @@ def _captured_ms(
     plans: Sequence[finder.Plan | None],
     device: Device,
     rounds: int,
-) -> tuple[float, ...]:
+) -> tuple[tuple[float, ...], ...]:
     """Times the captured step with each of these plans at these places, in turns."""
     steps: list[CapturedStep[[], object] | None] = []
     try:
-        for plan in plans:
-            if plan is None:
-                steps.append(None)
-                continue
-            steps.append(CapturedStep(watch.substituted(step, dict.fromkeys(places, plan))))
-            for _ in range(_WARM_REPLAYS):
-                _call(steps[-1])
+        for number, plan in enumerate(plans):
+            steps.append(None if plan is None else CapturedStep(watch.substituted(step, dict.fromkeys(places, plan))))
+            try:
+                for _ in range(_WARM_REPLAYS):
+                    _call(steps[-1])
+            except (CaptureError, CudnnError, MemoryError):
+                # Where the one that is used cannot be captured, none can.
+                if number == 0:
+                    raise
+                steps[-1] = None
         taken: list[list[float]] = [[] for _ in plans]
         for turn in range(rounds):
             # Neither is always the first after a wait.
             for number in sorted(range(len(plans)), reverse=turn % 2 == 1):
+                if steps[number] is None:
+                    continue
                 devices.synchronize(device)
                 start = time.perf_counter()
                 for _ in range(_REPLAYS):
@@ -1130,7 +1148,7 @@ def _captured_ms(
         for each in steps:
             if each is not None:
                 each.close()
-    return tuple(math.nan if plan is None else statistics.median(ms) for plan, ms in zip(plans, taken, strict=True))
+    return tuple(map(tuple, taken))
 
 
 def _call(step: CapturedStep[[], object] | None) -> None:

@@ -114,7 +114,8 @@ static T from_lane(T value, int lane) {
   Group& warp = warp_groups[running / 32];
   exchanged[running].assign((char*)&value, (char*)&value + sizeof(T));
   warp.wait();
-  std::memcpy(&value, exchanged[running / 32 * 32 + lane].data(), sizeof(T));
+  // Modulo the warp's width, as the hardware has it.
+  std::memcpy(&value, exchanged[running / 32 * 32 + (lane & 31)].data(), sizeof(T));
   warp.wait();
   return value;
 }

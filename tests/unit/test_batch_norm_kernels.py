@@ -210,6 +210,23 @@ def test_a_first_value_unlike_the_others(folder: Path, layout: str) -> None:
     np.testing.assert_allclose(inverse, 1 / x.std(axis=(0, 2, 3)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 3, 3), (64, 8, 30, 30)])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("mean", [1e20, 2e19])
+def test_a_mean_whose_square_is_infinite(folder: Path, mean: float, layout: str, shape: tuple[int, ...]) -> None:
+    # warps that have no element of the channel have no mean either
+    spread = 0.0 if mean == 1e20 else 2e13
+    x = np.random.default_rng(8).normal(mean, spread, shape).astype(np.float32)
+    exact = x.astype(np.float64)
+    with Kernels(folder):
+        found, inverse = batch_norm.statistics(place(x, "cpu", layout), None, None, None, 0.1, 1e-5)
+    np.testing.assert_allclose(found, exact.mean(axis=(0, 2, 3)), rtol=1e-6)
+    if not spread:
+        np.testing.assert_allclose(inverse, np.full(shape[1], 1e-5**-0.5), rtol=1e-6)
+    else:
+        np.testing.assert_allclose(inverse, (exact.var(axis=(0, 2, 3)) + 1e-5) ** -0.5, rtol=0.1)
+
+
 def test_nan_and_infinity_pass(folder: Path) -> None:
     for mode in MODES:
         case = Case((2, 8, 3, 3), "float16", "nhwc", 5)

@@ -453,11 +453,18 @@ def test_a_step_with_other_plans_runs_them_and_times_nothing(training):
 
 def test_regret_of_the_captured_step_is_that_of_the_whole_step():
     problem = finder.problems("resnet18", 1)[0]
-    entry = step_profile.Retried(problem, 2, ("a", "b", "c"), (1.0, 1.1, 1.2), (2.5, 2.4, 2.3), (9.0, 8.99, math.nan))
+    turns = ((9.0, 9.02, 9.01), (8.99, 9.01, 9.005), (8.9, 8.9, 9.03), ())
+    entry = step_profile.Retried(problem, 2, tuple("abcd"), (1.0, 1.1, 1.2, 1.3), (2.5, 2.4, 2.3, math.nan), turns)
+    # c gains more by the median, but not in every turn; d failed.
     assert entry.regret_ms == pytest.approx(0.01)
     regret = step_profile.Regret((entry,), 9.0)
-    assert "the captured step takes -10.0 us" in str(regret)
-    assert regret.to_json()["convolutions"][0]["candidates"][1]["captured_step_ms"] == 8.99
+    text = str(regret)
+    assert "the captured step takes -10.0 us\n" in text
+    assert "the captured step takes -100.0 us, not in every turn" in text
+    assert regret.to_json()["convolutions"][0]["candidates"][1]["captured_step_ms"] == [8.99, 9.01, 9.005]
+    json.dumps(regret.to_json(), allow_nan=False)
+    alone = step_profile.Retried(problem, 2, ("a",), (1.0,), (2.5,), ((9.0, 9.1),))
+    assert alone.regret_ms == 0
 
 
 def test_a_failed_candidate_is_no_best_one():
