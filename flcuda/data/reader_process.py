@@ -4,10 +4,14 @@ Run as a script it serves one `flcuda.data.file_reader.FileReaders`. It starts w
 some milliseconds and megabytes, and knows of no device. So this module imports little, and no other one of flcuda's.
 
 A request on standard input is a length (`LENGTH`) and so many bytes: absolute paths with a zero byte between them. The
-answer on standard output has a `FOUND` for each: where the file lies in the memory, its length, and its image's height
-and width; a length of 0 says that the caller has to read this file itself: it cannot be read, does not fit, or is no
-JPEG file that nvImageCodec shows as Pillow does. Files are read from the memory's beginning, whatever was there before.
-The process ends with its standard input, however the caller ended, and only so: Ctrl-C is the caller's to answer.
+answer on standard output has a `FOUND` for each, in pieces where files take long to read: where the file lies in the
+memory, its length, and its image's height and width; a length of 0 says that the caller has to read this file itself:
+it cannot be read, is no regular file, does not fit, or is no JPEG file that nvImageCodec shows as Pillow does. Files
+are read from the memory's beginning, whatever was there before.
+
+The process ends with its standard input, however the caller ended, and only so: it has a process group of its own, as
+Ctrl-C and a scheduler's signals to the caller's group are the caller's to answer; such signals are ignored where they
+are sent to each process of a job.
 """
 
 import contextlib
@@ -15,8 +19,10 @@ import mmap
 import os
 import re
 import signal
+import stat
 import struct
 import sys
+import time
 from collections.abc import Iterator
 
 READY = b"flcuda reader 1\n"
@@ -26,7 +32,12 @@ FOUND = struct.Struct("=4I")
 
 # Most photographs take one read; room for a whole large file would be looked at by the system, page by page.
 _READ_BYTES = 1 << 20
-_READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+# A pipe or terminal is neither waited for nor taken over; regular files are read as without these.
+_READ_ONLY = os.O_RDONLY
+for _word in ("O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"):
+    _READ_ONLY |= getattr(os, _word, 0)
+# The caller takes long silence for a fault, and each piece of an answer takes its time.
+_PIECE_S = 1.0
 _NOT_FOUND = FOUND.pack(0, 0, 0, 0)
 # As `ps` and `top` show it; the system takes 15 characters.
 _NAME = b"flcuda-reader"
@@ -109,7 +120,8 @@ def main(descriptor: int, size: int) -> None:
         descriptor: of the memory.
         size: of the memory, in bytes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         _name_process()
     # Keeps no folder of the caller's in use.
@@ -121,7 +133,7 @@ def main(descriptor: int, size: int) -> None:
         _write(READY)
         while head := _received(LENGTH.size):
             paths = _received(*LENGTH.unpack(head)).split(b"\0")
-            _write(b"".join(_found(paths, memory)))
+            _answer(paths, memory)
 
 
 def _name_process() -> None:
@@ -149,6 +161,20 @@ def _write(content: bytes) -> None:
         content = content[os.write(1, content) :]
 
 
+def _answer(paths: list[bytes], memory: memoryview) -> None:
+    """Reads files and writes what is said of them: in one piece, or one a second."""
+    said = []
+    due = time.monotonic() + _PIECE_S
+    for found in _found(paths, memory):
+        said.append(found)
+        now = time.monotonic()
+        if now > due:
+            _write(b"".join(said))
+            said.clear()
+            due = now + _PIECE_S
+    _write(b"".join(said))
+
+
 def _found(paths: list[bytes], memory: memoryview) -> Iterator[bytes]:
     """Reads files, one behind the other; yields what the answer says of each."""
     place = 0
@@ -166,10 +192,12 @@ def _found(paths: list[bytes], memory: memoryview) -> Iterator[bytes]:
 
 
 def _read(path: bytes, memory: memoryview, place: int) -> int:
-    """Reads a file to a place of the memory; returns its end there, or the place itself where it does not fit."""
+    """Reads a file to a place of the memory; returns its end there, or the place itself where it is not to be read."""
     end = place
     descriptor = os.open(path, _READ_ONLY)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return place
         while True:
             room = memory[end : end + _READ_BYTES]
             size = os.readv(descriptor, (room,))

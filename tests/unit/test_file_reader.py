@@ -5,13 +5,17 @@ import gc
 import io
 import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +86,25 @@ def pids(readers: FileReaders) -> list[int]:
     return [reader._process.pid for reader in readers._all]
 
 
+def slow_command(seconds: Callable[[int], float]) -> tuple[str, ...]:
+    """Returns a command that reads as the real one does, and sleeps so long before the file of that number."""
+    program = f"""
+import os, sys, time
+process = {{"__name__": "reader_process"}}
+exec(compile(open({reader_process.__file__!r}).read(), "reader_process", "exec"), process)
+real = process["_read"]
+process["_PIECE_S"] = 0.1
+
+def slow(path, memory, place):
+    time.sleep({[seconds(place) for place in range(20)]}[int(os.path.basename(path).split(b".")[0])])
+    return real(path, memory, place)
+
+process["_read"] = slow
+process["main"](int(sys.argv[1]), int(sys.argv[2]))
+"""
+    return ("-I", "-S", "-c", program)
+
+
 def wait_until_over(readers: FileReaders, paths: Sequence[Path]) -> None:
     end = time.monotonic() + 60
     while not readers._is_over:
@@ -89,6 +112,14 @@ def wait_until_over(readers: FileReaders, paths: Sequence[Path]) -> None:
         with readers.reading(paths) as found:
             assert not found
         time.sleep(0.002)
+
+
+def replaced(readers: FileReaders, paths: Sequence[Path], pid: int) -> int:
+    """Waits for a process that is not this one; returns its number."""
+    assert warm(readers, paths) == expected(paths)
+    (other,) = pids(readers)
+    assert other != pid
+    return other
 
 
 def is_running(pid: int) -> bool:
@@ -138,6 +169,59 @@ class TestReading:
         mixed = [path for pair in zip(odd, paths, strict=False) for path in pair] + paths[7:]
         assert [entry[0] for entry in warm(readers, mixed)] == [1, 3, 5, 7, 9, 11, 13, *range(14, 27)]
         assert [entry[1] for entry in warm(readers, mixed)] == [path.read_bytes() for path in paths]
+
+    def test_pipes_and_sockets_are_the_callers(self, readers: FileReaders, paths: list[Path], tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe.jpg"
+        os.mkfifo(pipe)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(tmp_path / "socket.jpg"))
+            warm(readers, paths)
+            for reader in readers._all:
+                reader._socket.settimeout(5.0)
+            with readers.reading([*paths[:3], pipe, tmp_path / "socket.jpg", *paths[3:]]) as found:
+                assert [place for place, *_ in found] == [0, 1, 2, *range(5, 22)]
+                assert [content.tobytes() for _, content, _, _ in found] == [path.read_bytes() for path in paths]
+
+    def test_slow_files_are_waited_for(
+        self, readers: FileReaders, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only silence is taken for a fault: the files take longer together."""
+        monkeypatch.setattr(file_reader, "_COMMAND", slow_command(lambda place: 0.08))
+        warm(readers, paths[:16])
+        for reader in readers._all:
+            reader._socket.settimeout(0.8)
+        start = time.monotonic()
+        with readers.reading(paths) as found:
+            assert [place for place, *_ in found] == list(range(20))
+        assert time.monotonic() - start > 1.5
+        assert not readers._is_over
+
+    def test_answers_are_in_pieces_where_files_are_slow(
+        self, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = pace = 0.0
+        written: list[bytes] = []
+        monkeypatch.setattr(reader_process, "_write", written.append)
+        monkeypatch.setattr(reader_process, "time", SimpleNamespace(monotonic=lambda: now))
+        real = reader_process._read
+
+        def slow(*arguments: object) -> int:
+            nonlocal now
+            now += pace
+            return real(*arguments)
+
+        monkeypatch.setattr(reader_process, "_read", slow)
+        names = [os.fsencode(path) for path in paths]
+        whole = None
+        for seconds, pieces in ((0.0, 1), (0.04, 1), (0.3, 6), (30.0, 21)):
+            pace = seconds
+            written.clear()
+            reader_process._answer(names, memoryview(bytearray(1 << 20)))
+            assert len(written) == pieces
+            assert not any(len(piece) % reader_process.FOUND.size for piece in written)
+            whole = whole or b"".join(written)
+            assert b"".join(written) == whole
+        assert len(whole) == 20 * reader_process.FOUND.size
 
     def test_what_does_not_fit(
         self, readers: FileReaders, paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +281,42 @@ class TestReading:
             assert not found
         assert warm(readers, paths) == expected(paths)
 
+    @pytest.mark.parametrize(
+        ("path", "is_asked"),
+        [
+            ("/data/proc/1.jpg", True),
+            ("/home/dev/std_images/1.jpg", True),
+            ("/home/dev/fd/1.jpg", True),
+            ("/process/1.jpg", True),
+            ("/dev/shm/1.jpg", True),
+            ("/data/../other/1.jpg", True),
+            ("../other/1.jpg", True),
+            ("/proc/self/cwd/1.jpg", False),
+            ("//proc/self/cwd/1.jpg", False),
+            ("//server/1.jpg", False),
+            ("/data/../proc/self/cwd/1.jpg", False),
+            ("/dev/shm/../fd/3", False),
+            ("/dev/stdin", False),
+        ],
+    )
+    def test_only_the_beginning_of_a_path_says_whose_it_is(
+        self, path: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for place in (0, 7, 15):
+            paths = [Path("/data/0.jpg")] * 16
+            paths[place] = Path(path)
+            assert (file_reader._request(paths) is not None) == is_asked
+
+    def test_relative_paths_below_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir("/proc/self")
+        assert file_reader._request([Path("cmdline")] * 16) is None
+
+    def test_a_zero_byte_does_not_stand_for_bytes(self, readers: FileReaders, paths: list[Path]) -> None:
+        warm(readers, paths)
+        with readers.reading([Path(f"{paths[0]}\0{paths[1]}"), jpeg(3), *paths[2:]]) as found:
+            assert not found
+
     def test_what_no_process_is_started_for(self, readers: FileReaders, paths: list[Path]) -> None:
         for sources in (paths[:15], [b"content"] * 20, [*paths, b"content"], [*paths, b""]):
             with readers.reading(sources) as found:
@@ -247,6 +367,27 @@ class TestReading:
         assert warm(other, paths) == expected(paths)
         other.close()
 
+    def test_without_poll(self, readers: FileReaders, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """As libraries leave it that replace what waits."""
+        monkeypatch.delattr(select, "poll")
+        assert warm(readers, paths) == expected(paths)
+
+    def test_with_a_default_timeout(self, readers: FileReaders, paths: list[Path]) -> None:
+        socket.setdefaulttimeout(30.0)
+        try:
+            assert warm(readers, paths) == expected(paths)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert readers._restarts == file_reader._MOST_RESTARTS
+
+    @pytest.mark.parametrize("is_memfd", [True, False])
+    def test_without_standard_streams(self, is_memfd: bool, paths: list[Path], tmp_path: Path) -> None:
+        without = "" if is_memfd else "del os.memfd_create\n"
+        program = PARENT.replace("paths = ", f"os.closerange(0, 3)\n{without}paths = ", 1)
+        program = program.partition("print(")[0] + "Path(sys.argv[1]).with_name('done').touch()"
+        subprocess.run([sys.executable, "-c", program, *map(str, paths)], check=True, timeout=60)
+        assert (tmp_path / "done").exists()
+
 
 class TestEnd:
     def test_nothing_is_left(self, paths: list[Path]) -> None:
@@ -289,6 +430,89 @@ class TestEnd:
         assert not is_running(*first)
         assert warm(readers, paths) == expected(paths)
         assert pids(readers) != first
+
+    @pytest.mark.parametrize("where", ["_started", "is_ready"])
+    def test_interrupts_leave_no_user(
+        self, where: str, readers: FileReaders, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        if where == "is_ready":
+            warm(readers, paths)
+        with monkeypatch.context() as patch:
+            patch.setattr(file_reader._Reader if where == "is_ready" else file_reader, where, interrupted)
+            for _ in range(5):
+                with pytest.raises(KeyboardInterrupt), readers.reading(paths):
+                    pass
+        assert not readers._users
+        for _ in range(5):
+            warm(readers, paths)
+        assert len(pids(readers)) == 1
+
+    @pytest.mark.parametrize("what", ["geteuid", "getegid", "getgroups"])
+    def test_rights_that_have_changed(
+        self, what: str, readers: FileReaders, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        warm(readers, paths)
+        with readers.reading(paths), readers.reading(paths):
+            pass
+        warm(readers, paths)
+        first = pids(readers)
+        changed = [4321] if what == "getgroups" else 4321
+        for _ in range(2):
+            before = pids(readers)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, what, lambda: changed)
+                with readers.reading(paths) as found:
+                    assert not found
+                assert not any(is_running(pid) for pid in before)
+                assert warm(readers, paths) == expected(paths)
+            assert warm(readers, paths) == expected(paths)
+        assert len(first) == 2
+        assert not set(first) & set(pids(readers))
+        assert readers._restarts == file_reader._MOST_RESTARTS
+
+    @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="gives up root's rights")
+    def test_rights_that_were_given_up(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.chmod(0o600)
+        then = """
+sys.stdin.readline()
+others = FileReaders()
+readers, others = others, readers
+assert read() == expected
+readers, others = others, readers
+os.setresuid(65534, 65534, 65534)
+# Others may not be able to start Python here.
+import warnings
+warnings.simplefilter("ignore")
+for _ in range(20):
+    with readers.reading(paths) as found:
+        assert not found
+    time.sleep(0.01)
+readers.close()
+others.close()
+assert not others._all and not others._free
+"""
+        process, pid = self.start(paths, then)
+        assert process.communicate("go\n", timeout=60)[1] == ""
+        assert process.returncode == 0
+        wait_for_end(pid)
+
+    def test_what_may_not_be_killed_ends_with_its_socket(
+        self, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: object) -> None:
+            raise PermissionError("not allowed")
+
+        readers = FileReaders()
+        warm(readers, paths)
+        (pid,) = pids(readers)
+        monkeypatch.setattr(subprocess.Popen, "kill", refused)
+        readers.close()
+        assert not is_running(pid)
+        assert not readers._all
 
     @staticmethod
     def start(paths: list[Path], then: str, **options: object) -> "tuple[subprocess.Popen[str], int]":
@@ -341,6 +565,38 @@ except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGINT)
         assert process.communicate(timeout=60) == ("goes on\n", "")
         wait_for_end(pid)
+
+    def test_ctrl_c_while_one_starts(self, paths: list[Path]) -> None:
+        then = """
+import signal
+signal.signal(signal.SIGINT, lambda *_: None)
+readers = FileReaders()
+with readers.reading(paths):
+    (reader,) = readers._all
+os.killpg(0, signal.SIGINT)
+assert read() == expected
+assert list(readers._all) == [reader]
+"""
+        process, _ = self.start(paths, then, start_new_session=True)
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
+
+    def test_signals_of_schedulers_are_the_parents(self, paths: list[Path]) -> None:
+        """To the group, and to each process of a job."""
+        then = """
+import signal
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    signal.signal(number, lambda *_: None)
+    os.killpg(0, number)
+    os.kill(reader._process.pid, number)
+    time.sleep(0.1)
+    assert read() == expected
+assert list(readers._all) == [reader]
+assert os.getpgid(reader._process.pid) == reader._process.pid
+"""
+        process, _ = self.start(paths, then, start_new_session=True)
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
 
     def test_fork(self, paths: list[Path]) -> None:
         """The forked process has processes of its own, ends none of the other's, and does not keep them from ending."""
@@ -408,16 +664,52 @@ assert list(readers._all) == [reader]
 
 
 class TestFailures:
-    def check(self, readers: FileReaders, paths: list[Path], caplog: pytest.LogCaptureFixture, words: str) -> None:
-        (record,) = caplog.records
-        assert (record.levelno, record.name) == (logging.DEBUG, "flcuda.data.file_reader")
-        assert words in record.getMessage()
+    @pytest.fixture(autouse=True)
+    def warned(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+        """What was warned of; each test is another process."""
+        said: list[object] = []
+
+        def warn(message: str, kind: type[Warning], stacklevel: int) -> None:
+            said.append((message, kind))
+
+        monkeypatch.setattr(file_reader, "warnings", SimpleNamespace(warn=warn))
+        monkeypatch.setattr(file_reader, "_WARNED", threading.Event())
+        return said
+
+    def check(
+        self,
+        readers: FileReaders,
+        paths: list[Path],
+        caplog: pytest.LogCaptureFixture,
+        warned: list[object],
+        words: str,
+        *,
+        restarts: int = 0,
+        is_quiet: bool = False,
+    ) -> None:
+        assert readers._is_over
         assert not readers._all
         for _ in range(3):
             with readers.reading(paths) as found:
                 assert not found
-        assert len(caplog.records) == 1
+        *before, last = [record.getMessage() for record in caplog.records]
+        assert {(record.levelno, record.name) for record in caplog.records} == {
+            (logging.DEBUG, "flcuda.data.file_reader")
+        }
+        assert all(message.startswith("another process is to read files: it has ended ") for message in before)
+        assert len(before) == restarts
+        assert last.startswith("no helper process reads files: ")
+        assert words in last
         assert not readers._all
+        told = [] if is_quiet else [(f"{last}; this process reads them itself, which is slower", RuntimeWarning)]
+        assert warned == told
+        # Another one's end is not told again.
+        other = FileReaders()
+        with other._lock:
+            other._blame(file_reader._ReaderError("it does nothing"))
+        with other.reading(paths) as found:
+            assert not found
+        assert warned == told or is_quiet
 
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
@@ -429,30 +721,87 @@ class TestFailures:
         assert (descriptors(), children()) == before
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-    def test_killed(self, how: signal.Signals, paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    def test_killed(
+        self, how: signal.Signals, paths: list[Path], caplog: pytest.LogCaptureFixture, warned: list[object]
+    ) -> None:
         readers = FileReaders()
-        warm(readers, paths)
-        (reader,) = readers._all
-        os.kill(reader._process.pid, how)
-        wait_for_end(reader._process.pid)
+        pid = 0
+        for _ in range(file_reader._MOST_RESTARTS + 1):
+            pid = replaced(readers, paths, pid)
+            assert not warned
+            os.kill(pid, how)
+            wait_for_end(pid)
+            with readers.reading(paths) as found:
+                assert not found
+        words = f"it has ended by signal {how.value}"
+        self.check(readers, paths, caplog, warned, words, restarts=file_reader._MOST_RESTARTS)
+
+    def test_killed_while_it_starts(self, paths: list[Path]) -> None:
+        readers = FileReaders()
+        with readers.reading(paths):
+            (pid,) = pids(readers)
+            os.kill(pid, signal.SIGKILL)
+        replaced(readers, paths, pid)
+        readers.close()
+
+    def test_killed_while_it_reads(self, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it has read is kept."""
+        monkeypatch.setattr(file_reader, "_COMMAND", slow_command(lambda place: 60.0 if place == 17 else 0.02))
+        readers = FileReaders()
+        warm(readers, paths[:16])
+        (pid,) = pids(readers)
+        timer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+        timer.start()
+        with readers.reading(paths) as found:
+            places = [place for place, *_ in found]
+            assert places == list(range(len(places)))
+            assert 8 < len(places) < 18
+            assert [content.tobytes() for _, content, _, _ in found] == [
+                path.read_bytes() for path in paths[: len(places)]
+            ]
+        timer.join()
+        assert not readers._all
+        assert not readers._is_over
+        monkeypatch.undo()
+        replaced(readers, paths, pid)
+        readers.close()
+
+    def test_hangs_while_it_reads(
+        self,
+        paths: list[Path],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        warned: list[object],
+    ) -> None:
+        """What it has read is kept."""
+        monkeypatch.setattr(file_reader, "_COMMAND", slow_command(lambda place: 60.0 if place == 17 else 0.02))
+        readers = FileReaders()
+        warm(readers, paths[:16])
+        (pid,) = pids(readers)
+        for reader in readers._all:
+            reader._socket.settimeout(0.8)
         del reader
         with readers.reading(paths) as found:
-            assert not found
-        self.check(readers, paths, caplog, "no process reads files any more: ")
+            places = [place for place, *_ in found]
+            assert places == list(range(len(places)))
+            assert 8 < len(places) < 18
+            assert [content.tobytes() for _, content, _, _ in found] == [
+                path.read_bytes() for path in paths[: len(places)]
+            ]
+        del found
+        assert not is_running(pid)
+        self.check(readers, paths, caplog, warned, "it does not answer: timed out")
 
-    def test_killed_while_it_reads(self, paths: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_warns(self, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(file_reader, "warnings", warnings)
+        monkeypatch.setattr(sys, "executable", "/nowhere/python3")
         readers = FileReaders()
-        warm(readers, paths)
-        (pid,) = pids(readers)
-        pipe = tmp_path / "pipe"
-        # Nobody writes to it: opening it waits.
-        os.mkfifo(pipe)
-        timer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
-        timer.start()
-        with readers.reading([*paths, pipe]) as found:
+        words = "no helper process reads files: FileNotFoundError"
+        with pytest.warns(RuntimeWarning, match=words), readers.reading(paths) as found:
             assert not found
-        timer.join()
-        self.check(readers, paths, caplog, "it has ended")
+        for again in (readers, FileReaders()):
+            with again.reading(paths) as found:
+                assert not found
 
     def test_late(
         self,
@@ -460,6 +809,7 @@ class TestFailures:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
+        warned: list[object],
     ) -> None:
         monkeypatch.setattr(file_reader, "_ANSWER_S", 3.0)
         readers = FileReaders()
@@ -472,10 +822,10 @@ class TestFailures:
         with readers.reading(paths) as found:
             assert not found
         assert not is_running(pid)
-        self.check(readers, paths, caplog, "it does not answer: timed out")
+        self.check(readers, paths, caplog, warned, "it does not answer: timed out")
 
     def test_stopped_with_more_to_take_than_there_is_room_for(
-        self, paths: list[Path], caplog: pytest.LogCaptureFixture
+        self, paths: list[Path], caplog: pytest.LogCaptureFixture, warned: list[object]
     ) -> None:
         readers = FileReaders()
         warm(readers, paths)
@@ -485,21 +835,21 @@ class TestFailures:
         del reader
         with readers.reading(paths * 2000) as found:
             assert not found
-        self.check(readers, paths, caplog, "it takes no request: timed out")
+        self.check(readers, paths, caplog, warned, "it takes no request: timed out")
 
     @pytest.mark.parametrize(
         ("program", "words"),
         [
             ("import os; os.write(1, b'hello')", "it does not start as it should"),
             ("import os; os.write(1, bytes(1000)); os.read(0, 1)", "it does not start as it should"),
-            ("pass", "it does not start as it should"),
-            ("raise SystemExit(3)", "it does not start as it should"),
-            ("import os; os.close(0); os.close(1); os.kill(os.getpid(), 9)", "it does not start as it should"),
+            ("pass", "it has ended with status 0"),
+            ("raise SystemExit(3)", "it has ended with status 3"),
+            ("import os; os.close(0); os.close(1); os.kill(os.getpid(), 9)", "it has ended by signal 9"),
             ("import os; os.write(1, READY); os.read(0, 9999); os.write(1, b'\\xff' * 9999)", "it talks nonsense"),
-            ("import os; os.write(1, READY); os.read(0, 9999); os.write(1, b'\\xff')", "it has ended"),
-            ("import os; os.write(1, READY)", "no process reads files any more: "),
-            ("import os; os.write(1, READY); os.read(0, 1)", "no process reads files any more: "),
-            ("import os; os.write(1, READY); os.close(0); os.close(1)", "no process reads files any more: "),
+            ("import os; os.write(1, READY); os.read(0, 9999); os.write(1, b'\\xff')", "it has ended with status 0"),
+            ("import os; os.write(1, READY)", "it has ended with status 0"),
+            ("import os; os.write(1, READY); os.read(0, 1)", "it has ended with status 0"),
+            ("import os; os.write(1, READY); os.close(0); os.close(1)", "it has ended "),
         ],
     )
     def test_nonsense(
@@ -509,34 +859,53 @@ class TestFailures:
         paths: list[Path],
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
+        warned: list[object],
     ) -> None:
         program = program.replace("READY", repr(reader_process.READY))
         monkeypatch.setattr(file_reader, "_COMMAND", ("-I", "-S", "-c", program))
         readers = FileReaders()
         wait_until_over(readers, paths)
-        self.check(readers, paths, caplog, words)
+        restarts = file_reader._MOST_RESTARTS if "ended" in words else 0
+        self.check(readers, paths, caplog, warned, words, restarts=restarts)
 
     def test_never_ready(
-        self, paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warned: list[object]
     ) -> None:
         monkeypatch.setattr(file_reader, "_ANSWER_S", 0.2)
         monkeypatch.setattr(file_reader, "_COMMAND", ("-I", "-S", "-c", "import time; time.sleep(60)"))
         readers = FileReaders()
         wait_until_over(readers, paths)
-        self.check(readers, paths, caplog, "it has not started within 0.2 seconds")
+        self.check(readers, paths, caplog, warned, "it has not started within 0.2 seconds")
 
-    @pytest.mark.parametrize("what", ["none", "empty", "absent", "another", "frozen", "no process", "no memory"])
+    @pytest.mark.parametrize(
+        "what", ["none", "empty", "absent", "another", "frozen", "archive", "no process", "no memory", "other types"]
+    )
     def test_cannot_be_started(
-        self, what: str, paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        what: str,
+        paths: list[Path],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        warned: list[object],
     ) -> None:
         def refused(*_: object, **__: object) -> None:
             raise PermissionError("not allowed here")
 
+        def other(command: object, **only: object) -> None:
+            raise TypeError("unexpected argument")
+
+        is_quiet = what in ("none", "empty", "another", "frozen", "archive")
         words = "is not known to run a script"
         if what in ("none", "empty", "another"):
             monkeypatch.setattr(sys, "executable", {"none": None, "empty": "", "another": "/usr/bin/blender"}[what])
         elif what == "frozen":
             monkeypatch.setattr(sys, "frozen", True, raising=False)
+        elif what == "archive":
+            monkeypatch.setattr(file_reader, "_SCRIPT", paths[0] / "flcuda" / "data" / "reader_process.py")
+            words = "is no file"
+        elif what == "other types":
+            monkeypatch.setattr(subprocess, "Popen", other)
+            words = "TypeError: unexpected argument"
         elif what == "absent":
             monkeypatch.setattr(sys, "executable", "/nowhere/python3")
             words = "FileNotFoundError"
@@ -549,4 +918,4 @@ class TestFailures:
         readers = FileReaders()
         with readers.reading(paths) as found:
             assert not found
-        self.check(readers, paths, caplog, words)
+        self.check(readers, paths, caplog, warned, words, is_quiet=is_quiet)
