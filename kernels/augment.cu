@@ -29,9 +29,9 @@
 #include "common.cuh"
 
 const int THREADS = 224;
-const int LINES = 16;     // rows of the output that a thread makes, at most MOST_LINES
-const int ROWS = 12;      // most rows of the input that come to shared memory at once, for a group
-const int BYTES = 20480;  // of the input in shared memory: of all groups, rows in use and rows on their way
+const int LINES = 28;     // rows of the output that a thread makes, at most MOST_LINES
+const int ROWS = 24;      // most rows of the input that come to shared memory at once, for a group
+const int BYTES = 36864;  // of the input in shared memory: of all groups, rows in use and rows on their way
 const int BLOCKS = 4;     // of THREADS on a multiprocessor, for the number of registers
 const int MOST_LINES = 32;
 const int MOST_GROUPS = THREADS / 32;

@@ -31,7 +31,7 @@ _ROUNDING = 2.0**-20
 
 # As in kernels/augment.cu.
 _THREADS = 224
-_LINES = 16
+_LINES = 28
 # Pixels that are stored together where a pixel is no vector by itself: tiles begin at a multiple.
 _PACKED = 4
 _INT_MAX = 2**31 - 1
