@@ -1041,6 +1041,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         child(sys.stdin)
         return
     cases = cases_of(args.only, args.batch, args.size, measurable=not args.plan_only)
+    if not cases:
+        names = sorted({pattern.name for pattern in PATTERNS})
+        sys.exit(f"--only {args.only!r} is in the name of no pattern; they are: {'; '.join(names)}")
     start = time.perf_counter()
     if args.plan_only:
         with DeviceProperties.from_profile(args.gpu) as properties:

@@ -469,9 +469,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if torch is not None and device.kind == "cuda":
             assert torch.cuda.current_stream().cuda_stream == devices.current_stream()
         bench = Bench(device, args.precision, args.layout, torch)
-        for case in cases_of(bench, args.batch, args.size):
-            if args.only not in case.name:
-                continue
+        cases = [case for case in cases_of(bench, args.batch, args.size) if args.only in case.name]
+        if not cases:
+            sys.exit(f"--only {args.only!r} is in the name of no kernel")
+        for case in cases:
             rows.append(measured(bench, case, repeats=args.repeats, budget_s=args.budget))
             free(device, torch)
     answer = {

@@ -4,6 +4,7 @@ A kernel sees dense memory in one of two orders, nchw or nhwc, as a triple (oute
 (N * space, C, 1). An array with any other strides is copied to nchw first.
 """
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -18,6 +19,17 @@ Layout = Literal["nchw", "nhwc"]
 
 
 _MAX_COPY_DIMS = 6
+
+
+def multiprocessors() -> int:
+    """How many multiprocessors the current CUDA device has."""
+    return _multiprocessors(cupy().cuda.runtime.getDevice())
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    runtime = cupy().cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index))
 
 
 def on_cuda(**named_arrays: Array) -> bool:

@@ -31,6 +31,7 @@ from flcuda.ops.arrays import (
     accumulator,
     dense,
     layout_of,
+    multiprocessors,
     new,
     on_cuda,
     require_channels,
@@ -40,7 +41,7 @@ from flcuda.ops.arrays import (
     suffix,
     view_sizes,
 )
-from flcuda.ops.channel_reduction import MAPPING, SUMMING, Tiles, Width, multiprocessors, tiles
+from flcuda.ops.channel_reduction import MAPPING, SUMMING, Tiles, Width, tiles
 
 Array = Any
 

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from flcuda.device import cupy
 from flcuda.ops.arrays import Layout
 
 THREADS = 256
@@ -47,18 +46,6 @@ MAPPING = Blocks(nhwc=(384, 2), nchw=(384, 2))
 
 SUMMING = Blocks(nhwc=(256, 2), nchw=(512, 2))
 """A pass with sums: `REDUCTION` of `kernels/batch_norm.cuh`. Few parts to add up, and yet enough loads under way."""
-
-
-def multiprocessors() -> int:
-    """How many multiprocessors the current CUDA device has."""
-    runtime = cupy().cuda.runtime
-    return _multiprocessors(runtime.getDevice())
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    runtime = cupy().cuda.runtime
-    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index))
 
 
 def reduction(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], tuple[int, int], str]:

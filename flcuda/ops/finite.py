@@ -6,7 +6,6 @@ take the second launch. A ticket is zero between searches, so only one search at
 one for all.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,16 @@ from flcuda import reference
 from flcuda.device import Device, cupy
 from flcuda.errors import FlcudaError
 from flcuda.kernel_loader import launch_blocks
-from flcuda.ops.arrays import new, on_cuda, require_dense, require_dtype, require_shape, strided_copy, suffix
+from flcuda.ops.arrays import (
+    multiprocessors,
+    new,
+    on_cuda,
+    require_dense,
+    require_dtype,
+    require_shape,
+    strided_copy,
+    suffix,
+)
 
 Array = Any
 
@@ -103,7 +111,7 @@ def find_invalid(
     if not on_cuda(**arrays):
         reference.find_invalid(flat, offsets, flags, sums, inv_scale)
         return
-    work = Work(int(flat.data.ptr), flat.size, flat.itemsize, _multiprocessors(cupy().cuda.runtime.getDevice()))
+    work = Work(int(flat.data.ptr), flat.size, flat.itemsize, multiprocessors())
     memory = devices.workspace(work.workspace(segments, sums is not None))
     cells, records, marks = (np.uint64(memory.data.ptr + place) for place in work.places(segments, sums is not None))
     sizes = (np.int64(flat.size), offsets, np.int64(segments), np.int64(work.quotient), np.int64(work.remainder))
@@ -175,12 +183,6 @@ class Work:
 def block_count(rows: int, multiprocessors: int) -> int:
     """The blocks of a launch over rows: what fills the device, fewer where a warp would have less than two rows."""
     return max(1, min(_BLOCKS_A_MULTIPROCESSOR * multiprocessors, -(-rows // (2 * _WARPS))))
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    runtime = cupy().cuda.runtime
-    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index))
 
 
 # --- separate arrays --------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class PointerTable:
                 "The arrays lie elsewhere than in the table, and no CUDA graph can hold the copy of their addresses: "
                 "search once with this table and these arrays before the capture"
             )
-        pieces, self._blocks = pieces_of(parts, _multiprocessors(index))
+        pieces, self._blocks = pieces_of(parts, multiprocessors())
         self._pieces = len(pieces)
         # One copy brings the ticket, zero, behind the pieces. New memory: a search of the old ones may be under way.
         self._memory = cupy().asarray(np.concatenate([pieces.view(np.uint8), np.zeros(4, np.uint8)]))

@@ -29,6 +29,7 @@ from flcuda.ops.arrays import (
     accumulator,
     dense,
     layout_of,
+    multiprocessors,
     new,
     on_cuda,
     require_channels,
@@ -39,7 +40,7 @@ from flcuda.ops.arrays import (
     view_sizes,
 )
 from flcuda.ops.batch_norm import Into, Norm
-from flcuda.ops.channel_reduction import Blocks, multiprocessors, tiles
+from flcuda.ops.channel_reduction import Blocks, tiles
 
 Array = Any
 Pair = tuple[int, int]

@@ -1105,8 +1105,9 @@ def step_regret(
             if captured and device.kind == "cuda":
                 whole = _captured_ms(watch, step, places[problem], plans[problem], device, rounds)
             retried.append(Retried(problem, len(places[problem]), labels, alone, in_step, whole))
-        if retried[0].captured_ms:
-            return Regret(tuple(retried), statistics.median(ms for entry in retried for ms in entry.captured_ms[0]))
+        whole_ms = [ms for entry in retried for used in entry.captured_ms[:1] for ms in used]
+        if whole_ms:
+            return Regret(tuple(retried), statistics.median(whole_ms))
         step_ms = statistics.median(sum(times) + sum(rest.values()) for times, rest in taken[0])
         return Regret(tuple(retried), step_ms)
 
@@ -1120,40 +1121,34 @@ def _captured_ms(
     rounds: int,
 ) -> tuple[tuple[float, ...], ...]:
     """Times the captured step with each of these plans at these places, in turns."""
-    steps: list[CapturedStep[[], object] | None] = []
+    steps: dict[int, CapturedStep[[], object]] = {}
     try:
         for number, plan in enumerate(plans):
-            steps.append(None if plan is None else CapturedStep(watch.substituted(step, dict.fromkeys(places, plan))))
+            if plan is None:
+                continue
+            captured = steps[number] = CapturedStep(watch.substituted(step, dict.fromkeys(places, plan)))
             try:
                 for _ in range(_WARM_REPLAYS):
-                    _call(steps[-1])
+                    captured()
             except (CaptureError, CudnnError, MemoryError):
                 # Where the one that is used cannot be captured, none can.
                 if number == 0:
                     raise
-                steps[-1] = None
+                steps.pop(number).close()
         taken: list[list[float]] = [[] for _ in plans]
         for turn in range(rounds):
             # Neither is always the first after a wait.
-            for number in sorted(range(len(plans)), reverse=turn % 2 == 1):
-                if steps[number] is None:
-                    continue
+            for number in sorted(steps, reverse=turn % 2 == 1):
                 devices.synchronize(device)
                 start = time.perf_counter()
                 for _ in range(_REPLAYS):
-                    _call(steps[number])
+                    steps[number]()
                 devices.synchronize(device)
                 taken[number].append(1e3 * (time.perf_counter() - start) / _REPLAYS)
     finally:
-        for each in steps:
-            if each is not None:
-                each.close()
+        for each in steps.values():
+            each.close()
     return tuple(map(tuple, taken))
-
-
-def _call(step: CapturedStep[[], object] | None) -> None:
-    if step is not None:
-        step()
 
 
 def _best_rows(problem: ConvolutionProblem, device: Device, count: int) -> list[Row]:

@@ -3,7 +3,6 @@
 import ctypes
 import math
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,7 +235,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has the ops take NumPy arrays for those of a GPU with one multiprocessor; the kernels that were launched."""
     names: list[str] = []
 
@@ -244,15 +243,13 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         host_kernels.run(library, name, grid, block, arguments)
         names.append(name)
 
-    runtime = SimpleNamespace(
-        getDevice=lambda: 0, deviceGetAttribute=lambda attribute, _: attribute, cudaDevAttrMultiProcessorCount=1
-    )
+    runtime = SimpleNamespace(getDevice=lambda: 0)
     module = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), asarray=on_host, empty=empty)
-    finite._multiprocessors.cache_clear()
     for name, value in {
         "on_cuda": lambda **_: True,
         "launch_blocks": launch_blocks,
         "cupy": lambda: module,
+        "multiprocessors": lambda: 1,
         "new": empty,
         "strided_copy": lambda src, out: np.copyto(out, src),
     }.items():
@@ -261,8 +258,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             monkeypatch.setattr(flags, name, value)
     monkeypatch.setattr(finite.devices, "workspace", lambda nbytes: empty(nbytes, np.uint8))
     monkeypatch.setattr(finite.devices, "is_capturing", lambda: False)
-    yield names
-    finite._multiprocessors.cache_clear()
+    return names
 
 
 def check_flat(flat: np.ndarray, offsets: list[int], misalign: int = 0) -> np.ndarray:

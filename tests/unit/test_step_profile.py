@@ -451,6 +451,43 @@ def test_a_step_with_other_plans_runs_them_and_times_nothing(training):
     assert len(runs) == 1
 
 
+def test_whole_steps_are_timed_in_turns_and_all_are_closed(training, monkeypatch):
+    """On the CPU device, where a captured step just runs."""
+    made = []
+
+    class Captured(step_profile.CapturedStep):
+        def __init__(self, function):
+            super().__init__(function)
+            made.append(self)
+
+    monkeypatch.setattr(step_profile, "CapturedStep", Captured)
+    monkeypatch.setattr(step_profile, "_REPLAYS", 2)
+    step, model, optimizer = training
+    watch = step_profile._Watch(model, optimizer, CPU)
+    watch.record(step)
+    place = next(place for place, found in enumerate(watch.found) if found.problem is not None)
+    plan = finder.plan(watch.found[place].problem, device="cpu")
+
+    def late(*arrays, out=None):
+        time.sleep(0.01)
+        return plan(*arrays, out=out)
+
+    def full(*arrays, out=None):
+        raise MemoryError("no room")
+
+    used, slower, failed, absent = step_profile._captured_ms(watch, step, [place], [plan, late, full, None], CPU, 3)
+    assert len(used) == len(slower) == 3
+    assert min(used) > 0
+    assert sum(slower) > sum(used) + 3 * 5
+    assert failed == absent == ()
+    assert len(made) == 3
+    for each in made:
+        with pytest.raises(FlcudaError, match="closed"):
+            each()
+    with pytest.raises(MemoryError, match="no room"):
+        step_profile._captured_ms(watch, step, [place], [full], CPU, 1)
+
+
 def test_regret_of_the_captured_step_is_that_of_the_whole_step():
     problem = finder.problems("resnet18", 1)[0]
     turns = ((9.0, 9.02, 9.01), (8.99, 9.01, 9.005), (8.9, 8.9, 9.03), ())
