@@ -402,7 +402,7 @@ class Loading:
         self.depth = depth
         place = CPU if on_host else device
         # One batch at a time has all cores; of several at a time each has a thread, and nvImageCodec its own.
-        self.alone = Decoder(place, threads=os.cpu_count() or 1)
+        self.alone = Decoder(place, threads=len(os.sched_getaffinity(0)))
         self.decoder = Decoder(place)
         low = round(size * 8 / 7)
         self.augment = Augment(

@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
         "cudnn": info["cudnn"].get("version"),
         "cuda": info["cuda"],
         "gpus": info["gpus"].get("devices"),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
     }
 
 
