@@ -182,6 +182,7 @@ class Training:
         self.inputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self.output: torch.Tensor | None = None
         self.peak_before = 0
+        self.captured_peak = 0
 
     def _configure(self) -> None:
         tf32 = self.request.precision != "float32"
@@ -252,8 +253,13 @@ class Training:
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
             self.optimizer.zero_grad(set_to_none=True)
+            self.peak_before = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
             with torch.cuda.graph(self.graph):
                 self.output = self._step(*self.inputs)
+            # The graph keeps this memory, and its replays ask the allocator for none.
+            self.captured_peak = torch.cuda.max_memory_allocated()
         for target, source in zip(self.inputs, (x, y), strict=True):
             target.copy_(source)
         self.graph.replay()
@@ -274,7 +280,7 @@ class Training:
 
     def settled(self) -> None:
         if self.cuda:
-            self.peak_before = torch.cuda.max_memory_allocated()
+            self.peak_before = max(self.peak_before, torch.cuda.max_memory_allocated())
             # The search's workspaces lie in the pool and would be taken for what a step needs.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -286,7 +292,7 @@ class Training:
         if not self.cuda:
             return {"allocated_peak": None, "allocated_peak_all": None, "device_used": None}
         free, total = torch.cuda.mem_get_info()
-        peak = torch.cuda.max_memory_allocated()
+        peak = max(self.captured_peak, torch.cuda.max_memory_allocated())
         return {
             "allocated_peak": peak,
             "allocated_peak_all": max(peak, self.peak_before),
