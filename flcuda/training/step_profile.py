@@ -15,8 +15,9 @@ Note [in-step regret]: the finder measures a convolution alone. In a step its op
 another state and the clock is another. So the finder's best candidates are tried in its place within the step, in turns
 of one step each; what the pick takes longer than the best of them there is its regret. Events between the parts let
 each begin when the one before has ended; in a CUDA graph it begins as the last blocks of that one leave. So the step is
-also captured with each candidate, and the whole of it is timed: some tens of replays of each graph, in turns. Of ten
-convolutions each would add the noise of a whole step: what counts is only what is faster in every turn.
+also captured with each candidate, and the whole of it is timed: some tens of replays of each graph a turn, a few at a
+time, as the clock of a GPU at the limit of its power goes up and down within a second. Of ten convolutions each would
+add the noise of a whole step: what counts is only what is faster in every turn.
 """
 
 import functools
@@ -56,7 +57,8 @@ _MOST_STEPS_A_SAMPLE = 20
 _WALL_SAMPLES = 5
 # The first two calls run, the third captures.
 _WARM_REPLAYS = 5
-_REPLAYS = 20
+_REPLAYS = 5
+_BURSTS = 4
 
 _SUMS, _CHECK, _OTHER = "gradient sums", "check", "other"
 _NO_COST = Cost(_OTHER, 0)
@@ -1136,15 +1138,19 @@ def _captured_ms(
                     raise
                 steps.pop(number).close()
         taken: list[list[float]] = [[] for _ in plans]
-        for turn in range(rounds):
-            # Neither is always the first after a wait.
-            for number in sorted(steps, reverse=turn % 2 == 1):
-                devices.synchronize(device)
-                start = time.perf_counter()
-                for _ in range(_REPLAYS):
-                    steps[number]()
-                devices.synchronize(device)
-                taken[number].append(1e3 * (time.perf_counter() - start) / _REPLAYS)
+        for _ in range(rounds):
+            spent = dict.fromkeys(steps, 0.0)
+            for burst in range(_BURSTS):
+                # Neither is always the first after a wait.
+                for number in sorted(steps, reverse=burst % 2 == 1):
+                    devices.synchronize(device)
+                    start = time.perf_counter()
+                    for _ in range(_REPLAYS):
+                        steps[number]()
+                    devices.synchronize(device)
+                    spent[number] += time.perf_counter() - start
+            for number, seconds in spent.items():
+                taken[number].append(1e3 * seconds / (_BURSTS * _REPLAYS))
     finally:
         for each in steps.values():
             each.close()

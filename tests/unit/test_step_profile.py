@@ -468,14 +468,24 @@ def test_whole_steps_are_timed_in_turns_and_all_are_closed(training, monkeypatch
     place = next(place for place, found in enumerate(watch.found) if found.problem is not None)
     plan = finder.plan(watch.found[place].problem, device="cpu")
 
-    def late(*arrays, out=None):
-        time.sleep(0.01)
-        return plan(*arrays, out=out)
-
     def full(*arrays, out=None):
         raise MemoryError("no room")
 
-    used, slower, failed, absent = step_profile._captured_ms(watch, step, [place], [plan, late, full, None], CPU, 3)
+    begun = []
+
+    def first(*arrays, out=None):
+        begun.append("used")
+        return plan(*arrays, out=out)
+
+    def late(*arrays, out=None):
+        begun.append("late")
+        time.sleep(0.01)
+        return plan(*arrays, out=out)
+
+    used, slower, failed, absent = step_profile._captured_ms(watch, step, [place], [first, late, full, None], CPU, 3)
+    # Few of each at a time, and either begins as often.
+    burst = ["used"] * 2 + ["late"] * 2 + ["late"] * 2 + ["used"] * 2
+    assert begun[2 * step_profile._WARM_REPLAYS :] == 3 * 2 * burst
     assert len(used) == len(slower) == 3
     assert min(used) > 0
     assert sum(slower) > sum(used) + 3 * 5
