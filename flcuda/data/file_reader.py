@@ -427,7 +427,8 @@ def _request(sources: Sequence[Path | bytes]) -> bytes | None:
     try:
         if text.count("\0/") < len(paths):
             # The process's own folder is another one.
-            text = "\0" + "\0".join([str(Path.cwd() / path) for path in paths])
+            here = os.path.join(Path.cwd(), "")
+            text = "\0" + "\0".join([path if path.startswith("/") else here + path for path in paths])
         content = os.fsencode(text[1:])
     except (OSError, UnicodeError):
         # Nobody knows where this process is, or the system has no such names.
