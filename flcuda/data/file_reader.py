@@ -427,7 +427,7 @@ def _request(sources: Sequence[Path | bytes]) -> bytes | None:
     try:
         if text.count("\0/") < len(paths):
             # The process's own folder is another one.
-            here = os.path.join(Path.cwd(), "")
+            here = str(Path.cwd()).rstrip("/") + "/"
             text = "\0" + "\0".join([path if path.startswith("/") else here + path for path in paths])
         content = os.fsencode(text[1:])
     except (OSError, UnicodeError):

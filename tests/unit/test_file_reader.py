@@ -266,6 +266,8 @@ class TestReading:
         relative = [Path(path.name) for path in paths]
         monkeypatch.chdir(tmp_path)
         assert warm(readers, relative) == expected(paths)
+        monkeypatch.chdir("/")
+        assert warm(readers, [path.relative_to("/") for path in paths]) == expected(paths)
         other = tmp_path / "other"
         other.mkdir()
         for number, path in enumerate(relative):
