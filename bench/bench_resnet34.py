@@ -470,6 +470,18 @@ def show(result: Answer) -> None:
         show_table(each)
 
 
+def recorded(path: Path) -> Answer:
+    """Reads an answer that `record.py` wrote; ValueError when the file has none of this benchmark's."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--show {path}: {error}") from error
+    result = found.get("result") if isinstance(found, dict) else None
+    if not isinstance(result, dict) or "samples" not in result or "tables" not in result:
+        raise ValueError(f"--show {path}: has no tables of this benchmark")
+    return result
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -532,13 +544,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments(words)
-    if args.show:
-        for path in args.show:
-            print(f"{path.name}: ", end="")
-            show(json.loads(path.read_text())["result"])
-            print()
-        return
     try:
+        if args.show:
+            for path, result in [(path, recorded(path)) for path in args.show]:
+                print(f"{path.name}: ", end="")
+                show(result)
+                print()
+            return
         result = run(args)
     except ValueError as error:
         sys.exit(f"bench_resnet34: {error}")

@@ -293,6 +293,21 @@ def test_recorded_answers_are_printed(bench, processes, tmp_path, capsys):
     assert "3072" in shown
 
 
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "No such file"), ("{", "line 1"), ("[]", "has no tables"), ('{"result": {}}', "has no")]
+)
+def test_what_is_no_recorded_answer_is_an_error_before_anything_is_shown(bench, text, words, tmp_path, capsys):
+    good = BENCH / "results" / "resnet34_float16_128.json"
+    path = tmp_path / "answer.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=f"--show .*answer.json: .*{words}"):
+        bench.main(["--show", str(good), str(path)])
+    assert capsys.readouterr().out == ""
+    bench.main(["--show", str(good)])
+    assert "flcuda:captured / torch:compiled-graphs: 1.293" in capsys.readouterr().out
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
