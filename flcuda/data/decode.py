@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -43,8 +44,8 @@ from PIL.PngImagePlugin import PngImageFile
 
 from flcuda.data.chain import whole_number
 from flcuda.data.file_reader import FileReaders, FoundFile
-from flcuda.data.images import ImageBatch, places_of
-from flcuda.data.nvimgcodec import Nvimgcodec, PlacedImage, find_nvimgcodec
+from flcuda.data.images import ImageBatch
+from flcuda.data.nvimgcodec import Nvimgcodec, PlacedImage, find_nvimgcodec, page_lock
 from flcuda.device import CPU, Device, resolve
 from flcuda.errors import DecodeError
 
@@ -54,6 +55,8 @@ ON_ERROR = ("raise", "skip")
 
 # The bytes of a file: an array's are in memory shared with a process that read it.
 _Content: TypeAlias = bytes | memoryview | NDArray[np.uint8]
+# What errors call the source at a place: worked out when there is one.
+_NameOf: TypeAlias = Callable[[int], str]
 _FORMAT_WORDS = "JPEG, PNG, BMP, GIF, TIFF or WebP"
 _DECODER_ERRORS = (
     OSError,
@@ -70,6 +73,7 @@ _DECODER_ERRORS = (
     # an error where warnings are errors
     Image.DecompressionBombWarning,
 )
+_SKIPPED = (DecodeError, OSError)
 _ORIENTATION = 0x0112
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 # EXIF's eight orientations: how to turn an image for the viewer.
@@ -207,8 +211,9 @@ class Decoder:
 
     Where nvImageCodec decodes, batches of 16 paths and more are read by helper processes, one for each thread that
     decodes, at most three: `python ... flcuda-file-reader` in the system's list. They start with the first batches, run
-    nothing of the user's and end with `close`, the decoder or this process, however it ends. Without them everything is
-    the same, but for the speed.
+    nothing of the user's and end with `close`, the decoder or this process, however it ends. What they read into is
+    page-locked, where the system allows it: the next power of two to a batch's bytes, from 8 to 64 MiB for each. Without
+    them everything is the same, but for the speed.
 
     Args:
         device: where the pixels go; None is CUDA where there is a device.
@@ -251,11 +256,14 @@ class Decoder:
         # See Note [turns].
         self._turn = threading.Lock()
         self._files_are_slow = False
-        self._readers = FileReaders()
+        self._readers = self._new_readers()
         # Those that no batch is read into.
         self._blocks: list[memoryview] = []
         self._engine: Nvimgcodec | None = None
         self._engine_sought = False
+
+    def _new_readers(self) -> FileReaders:
+        return FileReaders(None if self.device == CPU else partial(page_lock, self.device))
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("device", "channels", "on_error", "threads", "_wanted")
@@ -304,14 +312,14 @@ class Decoder:
             TypeError: one source instead of several, or one that is neither a path nor bytes.
             ValueError: no source, or another number of names.
         """
-        files, names = _checked_sources(sources, names)
+        files, name_of = _checked_sources(sources, names)
         if not files:
             raise ValueError("sources must be at least one")
         engine = self._find_engine()
         if engine is not None:
-            return self._decode_on_device(engine, files, names)
-        results = self._decode_all(files, names, range(len(files)))
-        kept, errors = self._sort_out(results, names)
+            return self._decode_on_device(engine, files, name_of)
+        results = self._decode_all(files, name_of, range(len(files)))
+        kept, errors = self._sort_out(results, name_of)
         if not len(kept):
             return Decoded(None, kept, errors)
         batch = ImageBatch.of([results[place] for place in kept])
@@ -329,12 +337,12 @@ class Decoder:
         Raises:
             DecodeError, OSError, TypeError, ValueError: as `decode`; no source is no error.
         """
-        files, names = _checked_sources(sources, names)
-        results = self._decode_all(files, names, range(len(files)))
-        self._sort_out(results, names)
+        files, name_of = _checked_sources(sources, names)
+        results = self._decode_all(files, name_of, range(len(files)))
+        self._sort_out(results, name_of)
         return results
 
-    def _decode_all(self, sources: Sequence[Path | _Content], names: Sequence[str], places: Sequence[int]) -> list[Any]:
+    def _decode_all(self, sources: Sequence[Path | _Content], name_of: _NameOf, places: Sequence[int]) -> list[Any]:
         """Returns pixels, or the errors; where one is raised, nothing is decoded after it."""
         # The first that failed, where one is raised.
         first = [len(sources)]
@@ -344,7 +352,7 @@ class Decoder:
                 return None
             source = sources[place]
             try:
-                return decode(source if isinstance(source, Path) else bytes(source), self.channels, names[place])
+                return decode(source if isinstance(source, Path) else bytes(source), self.channels, name_of(place))
             except (DecodeError, OSError) as error:
                 if self.on_error == "raise":
                     first[0] = min(first[0], place)
@@ -352,32 +360,32 @@ class Decoder:
 
         return self._map(one, places)
 
-    def _decode_on_device(self, engine: Nvimgcodec, sources: Sequence[Path | bytes], names: Sequence[str]) -> Decoded:
+    def _decode_on_device(self, engine: Nvimgcodec, sources: Sequence[Path | bytes], name_of: _NameOf) -> Decoded:
         with self._readers.reading(sources) as found:
-            return self._decode_found(engine, found, sources, names)
+            return self._decode_found(engine, found, sources, name_of)
 
     def _decode_found(
-        self, engine: Nvimgcodec, found: Sequence[FoundFile], sources: Sequence[Path | bytes], names: Sequence[str]
+        self, engine: Nvimgcodec, found: Sequence[FoundFile], sources: Sequence[Path | bytes], name_of: _NameOf
     ) -> Decoded:
         """Decodes files of which a process has read some."""
         results: list[Any] = [None] * len(sources)
         contents: list[_Content] = [b""] * len(sources)
         memory = _FileMemory(self._blocks)
         if self._files_are_slow:
-            left = self._read_left(memory, sources, names, found, contents, results)
+            left = self._read_left(memory, sources, name_of, found, contents, results)
             with self._turn:
                 streams, others = _sorted_by_engine(engine, found, left)
         else:
             with self._turn:
-                left = self._read_left(memory, sources, names, found, contents, results)
+                left = self._read_left(memory, sources, name_of, found, contents, results)
                 streams, others = _sorted_by_engine(engine, found, left)
         # While nothing of nvImageCodec's is taken, which other threads wait for.
-        _put(results, others, self._decode_all(contents, names, others))
+        _put(results, others, self._decode_all(contents, name_of, others))
         with self.device.use(), engine.decoded(list(streams.values()), self.channels) as images:
             _put(results, list(streams), images)
             refused = [place for place in streams if results[place] is None]
-            _put(results, refused, self._decode_all(contents, names, refused))
-            kept, errors = self._sort_out(results, names)
+            _put(results, refused, self._decode_all(contents, name_of, refused))
+            kept, errors = self._sort_out(results, name_of)
             batch = self._placed(engine, [results[place] for place in kept.tolist()]) if len(kept) else None
         # Not after an error: who knows who still reads them.
         memory.give_back()
@@ -387,7 +395,7 @@ class Decoder:
         self,
         memory: "_FileMemory",
         sources: Sequence[Path | bytes],
-        names: Sequence[str],
+        name_of: _NameOf,
         found: Sequence[FoundFile],
         contents: list[_Content],
         results: list[Any],
@@ -407,7 +415,7 @@ class Decoder:
         start = time.perf_counter()
         for place in left:
             try:
-                whole = _content(sources[place], names[place], memory.read)
+                whole = _content(sources[place], name_of(place), memory.read)
                 contents[place] = whole
                 read.append((place, whole))
             except (DecodeError, OSError) as error:
@@ -420,27 +428,24 @@ class Decoder:
 
     def _placed(self, engine: Nvimgcodec, images: Sequence[Any]) -> ImageBatch:
         """Copies images of nvImageCodec's and of the host into a batch on the device."""
-        on_device = [place for place, image in enumerate(images) if isinstance(image, PlacedImage)]
-        if not on_device:
+        on_host = [place for place, image in enumerate(images) if not isinstance(image, PlacedImage)]
+        if len(on_host) == len(images):
             return self._moved(ImageBatch.of(images))
-        xp = self.device.xp
-        sizes = np.array([image.shape[:2] for image in images], np.int32)
-        offsets, total = places_of(sizes, self.channels)
-        # The gaps between images may hold anything.
-        pixels = xp.empty(total, np.uint8)
-        engine.copy([images[place] for place in on_device], pixels, offsets[on_device].tolist())
-        if len(on_device) < len(images):
-            for image, offset in zip(images, offsets.tolist(), strict=True):
-                if not isinstance(image, PlacedImage):
-                    pixels[offset : offset + image.size] = xp.asarray(image.reshape(-1))
-        return ImageBatch(pixels, offsets, sizes, self.channels)
+        if not on_host:
+            return engine.gather(images, self.channels)
+        moved = self._moved(ImageBatch.of([images[place] for place in on_host]))
+        whole = list(images)
+        for place, offset, (height, width) in zip(on_host, moved.offsets.tolist(), moved.sizes.tolist(), strict=True):
+            pointer = int(moved.pixels.data.ptr) + offset
+            whole[place] = PlacedImage(pointer, width * self.channels, height, width)
+        return engine.gather(whole, self.channels)
 
-    def _sort_out(self, results: list[Any], names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[DecodeError, ...]]:
+    def _sort_out(self, results: list[Any], name_of: _NameOf) -> tuple[NDArray[np.int64], tuple[DecodeError, ...]]:
         """Returns the places of what was decoded, and the errors of what was skipped; or raises the first error."""
         kept = []
         errors = []
         for place, result in enumerate(results):
-            if not isinstance(result, DecodeError | OSError):
+            if not isinstance(result, _SKIPPED):
                 kept.append(place)
                 continue
             if self.on_error == "raise":
@@ -451,7 +456,7 @@ class Decoder:
                 finally:
                     del result
             # Without its traceback, which has the file's bytes.
-            error = _unread(names[place], result) if isinstance(result, OSError) else result.fresh()
+            error = _unread(name_of(place), result) if isinstance(result, OSError) else result.fresh()
             results[place] = error
             errors.append(error)
         if errors:
@@ -487,7 +492,7 @@ class Decoder:
         """Frees what nvImageCodec holds and what files were read into, by whom too; the next batch starts anew."""
         with self._lock:
             self._readers.close()
-            self._readers = FileReaders()
+            self._readers = self._new_readers()
             self._blocks = []
             self._engine = None
             self._engine_sought = False
@@ -568,25 +573,26 @@ def reason_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _checked_source(source: object, what: str = "source") -> Path | bytes:
+def _checked_source(source: object, place: int | None = None) -> Path | bytes:
     if isinstance(source, bytes | Path):
         return source
     if isinstance(source, str):
         return Path(source)
+    what = "source" if place is None else f"sources[{place}]"
     raise TypeError(f"{what} must be the path of a file or bytes, not {type(source).__name__}")
 
 
 def _checked_sources(
     sources: Sequence[Path | str | bytes], names: Sequence[str] | None
-) -> tuple[list[Path | bytes], Sequence[str]]:
+) -> tuple[list[Path | bytes], _NameOf]:
     if isinstance(sources, str | bytes | Path):
         raise TypeError("sources must be several, such as [PATH], not one path or one file's bytes")
-    files = [_checked_source(source, f"sources[{place}]") for place, source in enumerate(sources)]
+    files = [_checked_source(source, place) for place, source in enumerate(sources)]
     if names is None:
-        return files, [_name_of(source, place) for place, source in enumerate(files)]
+        return files, lambda place: _name_of(files[place], place)
     if len(names) != len(files):
         raise ValueError(f"names must be one a source: {len(files)}, not {len(names)}")
-    return files, names
+    return files, names.__getitem__
 
 
 def _unread(name: str, error: OSError) -> DecodeError:

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,8 +31,13 @@ FoundFile: TypeAlias = tuple[int, NDArray[np.uint8], int, int]
 """A JPEG file of the kind that nvImageCodec decodes, read by a process: which of the batch it is, its bytes in shared
 memory, and the height and width that its header says."""
 
+PageLock: TypeAlias = Callable[[int, int], Callable[[], object]]
+"""Page-locks memory, given its address and bytes, and returns what ends that; raises where it cannot."""
+
 # Of the shared memory of one process, which takes as much as its largest batch did. Files beyond it are the caller's.
 _ROOM = 64 << 20
+# Page-locked at first; to lock more of it costs some milliseconds, so it is done in powers of two.
+_LEAST_LOCKED = 8 << 20
 # Of this file as a script: what it needs is in the standard library, and nothing of the user's is imported. The word is
 # for who looks at the system's list of processes.
 _SCRIPT = Path(getattr(reader_process, "__file__", None) or "").resolve()
@@ -76,9 +81,13 @@ class FileReaders:
     is replaced, a few times. The first that cannot be started, hangs, talks nonsense or dies after that ends them all:
     the caller then reads as it does without them, and one warning says so. A process has the user and groups that this
     one had when it was started, and is ended where these have changed.
+
+    Args:
+        page_lock: of the memory that is read into; None for none. Where it raises, that memory is as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_lock: PageLock | None = None) -> None:
+        self._page_lock = page_lock
         self._lock = threading.Lock()
         # The last used last: its memory is the one in the processor's caches.
         self._free: list[_Reader] = []
@@ -142,7 +151,7 @@ class FileReaders:
                     return None
         if len(self._all) < min(len(self._users), MOST_PROCESSES):
             try:
-                reader = _Reader()
+                reader = _Reader(self._page_lock)
                 self._all.add(reader)
                 self._free.append(reader)
             except _ReaderError as error:
@@ -240,14 +249,65 @@ def _end_all(readers: "set[_Reader]", over: threading.Event) -> None:
             readers.pop().end()
 
 
+class _SharedMemory:
+    """Memory that a process writes to, uint8 (`_ROOM`,): as an array, whose views keep this, the locks with it.
+
+    Not page-locked memory that is given back to the system would be, for CUDA, where it was, whatever lies there later.
+
+    Args:
+        descriptor: of a file of so many bytes; may be closed.
+        page_lock: as of `FileReaders`.
+    """
+
+    def __init__(self, descriptor: int, page_lock: PageLock | None) -> None:
+        self._page_lock = page_lock
+        self._unlock: Callable[[], object] | None = None
+        self._locked = 0
+        self._map = mmap.mmap(descriptor, _ROOM)
+        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self.__array_interface__ = {"shape": (_ROOM,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+    def lock(self, nbytes: int) -> None:
+        """Page-locks so many bytes from the beginning, while nobody reads any."""
+        if self._page_lock is None or nbytes <= self._locked:
+            return
+        size = min(max(_LEAST_LOCKED, 1 << (nbytes - 1).bit_length()), _ROOM)
+        try:
+            # In one piece: a copy that begins in one and ends in another is refused.
+            self._end_lock()
+            self._unlock = self._page_lock(self._address, size)
+            self._locked = size
+        except Exception as error:
+            _log.debug(f"memory that files are read into is not page-locked: {error}")
+            self._page_lock = None
+
+    def forget(self) -> None:
+        """In a process that was forked: the lock is the other one's."""
+        self._unlock = None
+
+    def _end_lock(self) -> None:
+        unlock, self._unlock = self._unlock, None
+        self._locked = 0
+        if unlock is not None:
+            unlock()
+
+    def __del__(self) -> None:
+        # Before the memory goes, with what refers to it. At the end of the process CUDA may have gone first.
+        with contextlib.suppress(Exception):
+            self._end_lock()
+
+
 class _Reader:
     """One process; for one thread at a time.
+
+    Args:
+        page_lock: as of `FileReaders`.
 
     Raises:
         _ReaderError: it cannot be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_lock: PageLock | None) -> None:
         name = Path(sys.executable or "").name
         if os.name != "posix" or getattr(sys, "frozen", False) or not name.startswith(("python", "pypy")):
             raise _NoReaderError(f"{sys.executable!r} is not known to run a script")
@@ -257,7 +317,8 @@ class _Reader:
                 raise _NoReaderError(f"{_SCRIPT} is no file")
             # Before the start: it never has more rights than this says.
             self.identity = _identity()
-            self._bytes, self._socket, self._process = _started()
+            self._memory, self._socket, self._process = _started(page_lock)
+            self._bytes = np.asarray(self._memory)
         except (OSError, ValueError, RuntimeError, TypeError, subprocess.SubprocessError) as error:
             # Types are wrong where other libraries have replaced the standard library's functions.
             raise _ReaderError(f"{type(error).__name__}: {error}") from error
@@ -300,8 +361,10 @@ class _Reader:
             # A new one: with its traceback it would keep this frame, and with it the memory.
             error = type(raised)(str(raised))
         entries = np.frombuffer(answer, np.uint32).reshape(count, 4)[: place // reader_process.FOUND.size]
-        if (entries[:, :2].sum(axis=1, dtype=np.uint64) > _ROOM).any():
+        end = int(entries[:, :2].sum(axis=1, dtype=np.uint64).max(initial=0))
+        if end > _ROOM:
             return [], _ReaderError("it talks nonsense")
+        self._memory.lock(end)
         content = self._bytes
         found = [
             (place, content[start : start + length], height, width)
@@ -353,6 +416,7 @@ class _Reader:
 
     def forget(self) -> None:
         """Closes what was inherited by a fork; the process goes on."""
+        self._memory.forget()
         self._socket.close()
         # Of another process's child; else Popen would miss its end.
         self._process.returncode = 0
@@ -363,12 +427,12 @@ def _identity() -> tuple[int, int, list[int]] | None:
     return (os.geteuid(), os.getegid(), os.getgroups()) if os.name == "posix" else None
 
 
-def _started() -> tuple[NDArray[np.uint8], socket.socket, subprocess.Popen[bytes]]:
+def _started(page_lock: PageLock | None) -> tuple[_SharedMemory, socket.socket, subprocess.Popen[bytes]]:
     """Returns memory, a socket, and the process that shares both."""
     memory = _shared_memory()
     try:
         # Closed by the system when the last view of it goes.
-        content = np.frombuffer(mmap.mmap(memory, _ROOM), np.uint8)
+        content = _SharedMemory(memory, page_lock)
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from flcuda.data.images import ImageBatch, places_of
 from flcuda.data.reader_process import jpeg_frame
-from flcuda.device import Array, Device, cupy
+from flcuda.device import Device, cupy
 from flcuda.ops.images import gather_images
 
 BACKENDS = {"HW_GPU_ONLY": "JPEG engine", "HYBRID_CPU_GPU": "GPU and CPU", "CPU_ONLY": "CPU"}
@@ -51,6 +52,7 @@ _KEPT_BYTES = 1 << 30
 _PROBE_SIDE = 256
 # Of the whole process: its standard error is one, and what two threads put back in turn would not be the first.
 _QUIET_LOCK = threading.Lock()
+_NO_MEMORY = (0, 0)
 _UNUSED = re.compile("nvjpeg2|nvtiff", re.IGNORECASE)
 
 
@@ -59,7 +61,8 @@ class PlacedImage(NamedTuple):
 
     pointer: int
     row_bytes: int
-    shape: tuple[int, int, int]
+    height: int
+    width: int
 
 
 @dataclass(eq=False)
@@ -69,6 +72,8 @@ class _Instance:
     decoders: list[Any]
     # At each place of a batch, None where nothing was decoded yet.
     images: list[Any] = field(default_factory=list)
+    # Of each image, its capacity and its address: it has other memory only when it has more.
+    memories: list[tuple[int, int]] = field(default_factory=list)
     # The last here, and the last to go.
     stream: Any = None
 
@@ -189,27 +194,32 @@ class Nvimgcodec:
             return
         current = cupy().cuda.get_current_stream()
         instance = self._free.get()
-        is_whole = False
+        decoded = None
         try:
             try:
                 found = self._decode(instance, streams, channels)
-                current.wait_event(_event(instance.stream))
+                event = _event(instance.stream)
+                current.wait_event(event)
                 yield found
-                is_whole = True
+                decoded = event
             finally:
                 # Before the images are decoded into or freed, which is in the order of their own stream.
                 instance.stream.wait_event(_event(current))
-                size = sum(image.capacity for image in instance.images if image is not None)
+                size = sum(capacity for capacity, _ in instance.memories)
                 # After an error, who knows what is still written: new images next time.
-                if not is_whole or size > _KEPT_BYTES:
-                    instance.images = []
+                if decoded is None or size > _KEPT_BYTES:
+                    instance.images, instance.memories = [], []
+                # Files in page-locked memory may still be read when nvImageCodec returns. Mostly this is long done.
+                (decoded or instance.stream).synchronize()
         finally:
             self._free.put(instance)
 
     def _decode(self, instance: _Instance, streams: Sequence[Any], channels: int) -> list[PlacedImage | None]:
         found: list[PlacedImage | None] = [None] * len(streams)
+        missing = len(streams) - len(instance.images)
+        instance.images += [None] * missing
+        instance.memories += [_NO_MEMORY] * missing
         images = instance.images
-        images += [None] * (len(streams) - len(images))
         left: Sequence[int] = range(len(streams))
         for stage, decoder in enumerate(instance.decoders):
             if decoder is None:
@@ -225,24 +235,38 @@ class Nvimgcodec:
             )
             for place, image in zip(left, results, strict=True):
                 if image is not None:
-                    images[place] = image
-                    found[place] = _placed(image, channels)
+                    found[place] = _placed(instance, place, image, channels)
             left = [place for place in left if found[place] is None]
             if not left:
                 break
         return found
 
-    def copy(self, images: Sequence[PlacedImage], pixels: Array, offsets: Sequence[int]) -> None:
-        """Copies images into a batch's pixels on the current stream, each to its offset in bytes."""
-        shapes = [image.shape for image in images]
-        gather_images(
-            pixels,
-            offsets,
-            [image.pointer for image in images],
-            [height for height, _, _ in shapes],
-            [width * channels for _, width, channels in shapes],
-            [image.row_bytes for image in images],
-        )
+    def gather(self, images: Sequence[PlacedImage], channels: int) -> ImageBatch:
+        """Copies images of so many channels into a new batch on the current stream."""
+        table = np.array(images, np.int64)
+        sizes = table[:, 2:].astype(np.int32)
+        offsets, total = places_of(sizes, channels)
+        # The gaps between images may hold anything.
+        pixels = cupy().empty(total, np.uint8)
+        gather_images(pixels, offsets, table[:, 0], table[:, 2], channels * table[:, 3], table[:, 1])
+        return ImageBatch(pixels, offsets, sizes, channels)
+
+
+def page_lock(device: Device, address: int, nbytes: int) -> Callable[[], None]:
+    """Page-locks memory, which the device then reads by itself; returns what ends that.
+
+    Of files in other memory the driver makes a copy first, one by one, with its lock.
+    """
+    runtime = cupy().cuda.runtime
+    with device.use():
+        # For all contexts, as where it allocates such memory.
+        runtime.hostRegister(address, nbytes, runtime.hostAllocPortable)
+
+    def unlock() -> None:
+        with device.use():
+            runtime.hostUnregister(address)
+
+    return unlock
 
 
 def _let_go(free: "queue.SimpleQueue[_Instance]") -> None:
@@ -327,10 +351,20 @@ def _small_jpeg() -> bytes:
     return stored.getvalue()
 
 
-def _placed(image: Any, channels: int) -> PlacedImage | None:
-    interface = image.__cuda_array_interface__
-    shape = tuple(interface["shape"])
-    if len(shape) != 3 or shape[2] != channels or interface["typestr"] not in ("|u1", "<u1"):
-        return None
-    strides = interface.get("strides")
-    return PlacedImage(interface["data"][0], strides[0] if strides else shape[1] * channels, shape)
+def _placed(instance: _Instance, place: int, image: Any, channels: int) -> PlacedImage | None:
+    """Returns where an image that was decoded at a place of an instance lies; None where it is not as was asked for.
+
+    What `__cuda_array_interface__` says takes some microseconds and lets go of Python's lock twice, for each image.
+    """
+    height, width, depth = image.shape
+    row_bytes = width * channels
+    capacity, pointer = instance.memories[place]
+    if image is not instance.images[place] or image.capacity != capacity or image.size != height * row_bytes:
+        interface = image.__cuda_array_interface__
+        pointer, strides = interface["data"][0], interface.get("strides")
+        if strides is not None:
+            row_bytes = strides[0]
+        if interface["typestr"] not in ("|u1", "<u1"):
+            return None
+        instance.images[place], instance.memories[place] = image, (image.capacity, pointer)
+    return PlacedImage(pointer, row_bytes, height, width) if depth == channels else None

@@ -266,7 +266,7 @@ class DecodedStore:
             # The gaps between images are whatever is there: nobody reads them.
             pixels = self.device.xp.empty(total, np.uint8)
             heights, widths = sizes.T
-            gather_images(pixels, offsets.tolist(), sources.tolist(), heights.tolist(), (widths * channels).tolist())
+            gather_images(pixels, offsets, sources, heights, widths * channels)
         return ImageBatch(pixels, offsets, sizes, channels)
 
     def _view(self, index: int) -> Array:

@@ -369,13 +369,13 @@ class Augment:
         area = heights * widths * (self.scale[0] + numbers[..., 0] * np.ptp(self.scale))
         low, high = np.log(self.ratio)
         ratio = np.exp(low + numbers[..., 1] * (high - low))
-        part = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=2)))
-        room = sizes - part
-        fits = (part >= 1).all(axis=2) & (room >= 0).all(axis=2)
+        part_heights, part_widths = np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
+        fits = (part_heights >= 1) & (part_heights <= heights) & (part_widths >= 1) & (part_widths <= widths)
         found = np.flatnonzero(fits.any(axis=0))
         first = fits.argmax(axis=0)[found]
-        start = np.floor(numbers[first, found, 2:] * (room[first, found] + 1))
-        result[found] = np.concatenate([start, part[first, found]], axis=1)
+        part = np.stack([part_heights[first, found], part_widths[first, found]], axis=1)
+        result[found, :2] = np.floor(numbers[first, found, 2:] * (sizes[found] - part + 1))
+        result[found, 2:] = part
         return result
 
 

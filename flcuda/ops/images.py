@@ -1,9 +1,9 @@
 """Images from many places into one array, in one launch."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flcuda.device import cupy
 from flcuda.kernel_loader import launch_blocks
@@ -19,11 +19,11 @@ _MOST = 65535  # rows of blocks of a launch
 
 def gather_images(
     pixels: Array,
-    offsets: Sequence[int],
-    sources: Sequence[int],
-    rows: Sequence[int],
-    row_bytes: Sequence[int],
-    pitches: Sequence[int] | None = None,
+    offsets: ArrayLike,
+    sources: ArrayLike,
+    rows: ArrayLike,
+    row_bytes: ArrayLike,
+    pitches: ArrayLike | None = None,
 ) -> None:
     """Copies images from device memory into an array, on the current stream.
 
@@ -31,7 +31,7 @@ def gather_images(
 
     Args:
         pixels: uint8 (bytes,), on CUDA, its device current; written where images go, borrowed.
-        offsets: the byte in pixels at which each image begins.
+        offsets: integers (n,), NumPy or a sequence, as all that follow: the byte in pixels at which each image begins.
         sources: the address of each on the same device; not checked. Multiples of 16, as offsets, are faster.
         rows: of each.
         row_bytes: bytes of a row of each; rows follow one another without gaps in pixels.
@@ -44,12 +44,13 @@ def gather_images(
     require_dtype("pixels", pixels, np.uint8)
     require_dense("pixels", pixels)
     lists = (sources, offsets, rows, row_bytes, row_bytes if pitches is None else pitches)
-    if len({len(each) for each in lists}) != 1:
-        raise ValueError(f"sources, offsets, rows, row_bytes, pitches: {[len(each) for each in lists]} in number")
-    if not len(offsets):
+    columns = [np.asarray(each, np.int64) for each in lists]
+    if len({each.shape for each in columns}) != 1 or columns[0].ndim != 1:
+        raise ValueError(f"sources, offsets, rows, row_bytes, pitches: {[each.shape for each in columns]} in number")
+    if not len(columns[0]):
         return
     # As kernels/images.cu reads it.
-    table = np.array(lists, np.int64).T.copy()
+    table = np.stack(columns, axis=1)
     ends = table[:, 1] + table[:, 2] * table[:, 3]
     if pixels.ndim != 1 or int(ends.max()) > pixels.size or int(table[:, 1:].min()) < 0:
         raise ValueError(f"pixels: {pixels.shape} do not hold images that end at {int(ends.max())}")

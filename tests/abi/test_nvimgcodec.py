@@ -52,6 +52,8 @@ def test_attributes_that_are_read(nvimgcodec: ModuleType) -> None:
     stream = nvimgcodec.CodeStream(encoded(photograph(21, 34, 0)))
     found = (stream.codec_name, stream.precision, stream.num_channels, stream.height, stream.width)
     assert found == ("jpeg", 8, 3, 21, 34)
+    for name in ("shape", "size", "capacity", "__cuda_array_interface__"):
+        assert isinstance(getattr(nvimgcodec.Image, name), property)
     for broken in (b"", b"text", b"\xff\xd8\xff", encoded(photograph(21, 34, 0))[:100]):
         with pytest.raises(RuntimeError):
             nvimgcodec.CodeStream(broken).num_channels  # noqa: B018 - read when asked for

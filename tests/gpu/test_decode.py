@@ -167,7 +167,8 @@ class TestNvimgcodec:
         """From memory that they write to again and again, while the batches of other threads are decoded."""
         paths = [tmp_path / f"{number}.jpg" for number in range(40)]
         for number, path in enumerate(paths):
-            path.write_bytes(encoded(photograph(100 + number, 180 - 2 * number, number), quality=90))
+            # Some more than those before them at their place of a batch, some less.
+            path.write_bytes(encoded(photograph(340 + 2 * number, 560 - 3 * number, number), quality=95))
         with Decoder("cuda") as decoder:
             expected = on_host(decoder.decode([path.read_bytes() for path in paths]).batch)
 
@@ -183,6 +184,8 @@ class TestNvimgcodec:
             with ThreadPoolExecutor(3) as pool:
                 list(pool.map(one, range(100)))
             assert 1 <= len(decoder._readers._all) <= 3
+            # Else the driver copies the files first.
+            assert all(reader._memory._locked for reader in decoder._readers._all)
 
     def test_streams_that_are_no_more(self) -> None:
         """Each epoch of a prefetcher has streams of its own, and what was decoded on them goes after they have."""

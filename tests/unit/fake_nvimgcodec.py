@@ -11,11 +11,12 @@ import ctypes
 import inspect
 import io
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
@@ -40,6 +41,8 @@ class Stream:
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
         self.log: list[Any] = []
+        # How much of it the host has waited for.
+        self.done = 0
 
     @property
     def waited(self) -> list["Event"]:
@@ -49,8 +52,8 @@ class Stream:
         assert event.stream is not None, "an event is waited for that was never recorded"
         self.log.append(event)
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self, place: int | None = None) -> None:
+        self.done = max(self.done, len(self.log) if place is None else place)
 
 
 class Event:
@@ -63,6 +66,10 @@ class Event:
         self.stream = stream
         self.place = len(stream.log)
 
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self.stream.synchronize(self.place)
+
 
 class FakeCupy:
     """The few functions of CuPy that are called; `stream` is the current one."""
@@ -71,10 +78,22 @@ class FakeCupy:
         self.stream = Stream(0)
         self.streams: list[Stream] = [self.stream]
         self.copies = 0
-        runtime = types.SimpleNamespace(memGetInfo=lambda: (1 << 20, 0))
+        # Page-locked memory, bytes by address.
+        self.locked: dict[int, int] = {}
+        runtime = types.SimpleNamespace(
+            memGetInfo=lambda: (1 << 20, 0),
+            hostAllocPortable=1,
+            hostRegister=self._lock,
+            hostUnregister=self.locked.pop,
+        )
         self.cuda = types.SimpleNamespace(
             runtime=runtime, Event=Event, Stream=self._new_stream, get_current_stream=lambda: self.stream
         )
+
+    def _lock(self, address: int, nbytes: int, flags: int) -> None:
+        assert address not in self.locked
+        assert flags == 1
+        self.locked[address] = nbytes
 
     def _new_stream(self, *, non_blocking: bool) -> Stream:
         assert non_blocking
@@ -84,16 +103,16 @@ class FakeCupy:
     def gather_images(
         self,
         pixels: HostArray,
-        offsets: Sequence[int],
-        sources: Sequence[int],
-        rows: Sequence[int],
-        row_bytes: Sequence[int],
-        pitches: Sequence[int] | None = None,
+        offsets: ArrayLike,
+        sources: ArrayLike,
+        rows: ArrayLike,
+        row_bytes: ArrayLike,
+        pitches: ArrayLike | None = None,
     ) -> None:
         """Plays `flcuda.ops.images.gather_images`."""
         start = pixels.data.ptr
         columns = (offsets, sources, rows, row_bytes, row_bytes if pitches is None else pitches)
-        for offset, source, count, size, pitch in zip(*columns, strict=True):
+        for offset, source, count, size, pitch in zip(*(np.asarray(each).tolist() for each in columns), strict=True):
             for value in (offset, source, count, size, pitch):
                 assert type(value) is int
             assert offset + count * size <= pixels.size
@@ -139,17 +158,22 @@ class FakeImage:
 
     def __init__(self, pixels: np.ndarray, padding: int, stream: int | None) -> None:
         self.stream = stream
+        self.memory = np.empty(0, np.uint8)
         self.fill(pixels, padding)
 
     def fill(self, pixels: np.ndarray, padding: int) -> None:
         height, width, channels = pixels.shape
-        self.rows = np.zeros((height, width * channels + padding), np.uint8)
+        row_bytes = width * channels + padding
+        self.size = height * row_bytes
+        if self.size > self.capacity:
+            self.memory = np.zeros(self.size, np.uint8)
+        self.rows = self.memory[: self.size].reshape(height, row_bytes)
         self.rows[:, : width * channels] = pixels.reshape(height, -1)
         self.shape = pixels.shape
 
     @property
     def capacity(self) -> int:
-        return self.rows.nbytes
+        return self.memory.nbytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -1024,6 +1024,47 @@ class TestReaders:
         decoder.close()
         assert not decoder._readers._all
 
+    def test_memory_is_page_locked_while_it_is_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """And the host waits for whoever may still read it when nvImageCodec returns, before it is given back."""
+        here = Here(monkeypatch)
+        paths = self.folder(tmp_path)[:4] * 4
+        give_back = file_reader.FileReaders._give_back
+        waited = []
+
+        def watched(readers: file_reader.FileReaders, user: object, reader: Any, is_whole: bool) -> None:
+            decoded = [(stream.log, stream.done) for stream in here.cupy.streams if "decode" in stream.log]
+            last = [len(log) - log[::-1].index("decode") for log, _ in decoded]
+            waited.append(all(done >= place for (_, done), place in zip(decoded, last, strict=True)))
+            give_back(readers, user, reader, is_whole)
+
+        decoder = Decoder("cuda")
+        self.warm(decoder, monkeypatch)
+        monkeypatch.setattr(file_reader.FileReaders, "_give_back", watched)
+        for _ in range(3):
+            decoder.decode(paths)
+        (reader,) = decoder._readers._all
+        assert here.cupy.locked == {reader._bytes.ctypes.data: 8 << 20}
+        monkeypatch.setattr(nvimgcodec_module, "gather_images", None)
+        with pytest.raises(TypeError):
+            decoder.decode(paths)
+        assert waited == [True] * 4
+        del reader
+        decoder.close()
+        gc.collect()
+        assert not here.cupy.locked
+
+    def test_memory_that_cannot_be_page_locked(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        here = Here(monkeypatch)
+        here.cupy.cuda.runtime.hostRegister = None
+        contents = mixture()
+        paths = self.folder(tmp_path)[:4] * 4
+        with Decoder("cuda") as decoder:
+            found = self.warm(decoder, monkeypatch)
+            batch = decoder.decode(paths).batch
+            assert found == [16]
+        for place in range(16):
+            np.testing.assert_array_equal(batch.image(place), data.decode(contents[place % 4]))
+
     def test_copies_start_their_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Here(monkeypatch)
         monkeypatch.setattr(FakeDevice, "__deepcopy__", lambda device, _: device, raising=False)

@@ -399,6 +399,80 @@ class TestReading:
         assert (tmp_path / "done").exists()
 
 
+class Locks:
+    """Page-locked memory, bytes by address, and how often each was asked for."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.asked: list[int] = []
+
+    def __call__(self, address: int, nbytes: int) -> Callable[[], object]:
+        assert not any(start < address + nbytes and address < start + size for start, size in self.held.items())
+        self.asked.append(nbytes)
+        self.held[address] = nbytes
+        return lambda: self.held.pop(address)
+
+
+class TestPageLock:
+    def test_grows_with_what_is_read_and_goes_with_its_last_view(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(file_reader, "_LEAST_LOCKED", 1 << 12)
+        locks = Locks()
+        readers = FileReaders(locks)
+        small, large = tmp_path / "small.jpg", tmp_path / "large.jpg"
+        small.write_bytes(jpeg(3))
+        large.write_bytes(jpeg(4)[:-2] + bytes(100_000) + jpeg(4)[-2:])
+        for paths, expected in (([small] * 16, 1 << 14), ([large] * 16, 1 << 21), ([small] * 16, 1 << 21)):
+            assert len(small.read_bytes()) * 16 < 1 << 14
+            assert warm(readers, paths)
+            (reader,) = readers._all
+            assert locks.held == {reader._bytes.ctypes.data: expected}
+        assert locks.asked == [1 << 14, 1 << 21]
+        with readers.reading([large] * 16) as found:
+            view = found[-1][1][5:50]
+        wanted = view.copy()
+        readers.close()
+        del reader, readers, found
+        gc.collect()
+        assert len(locks.held) == 1
+        np.testing.assert_array_equal(view, wanted)
+        del view
+        gc.collect()
+        assert not locks.held
+
+    def test_no_more_than_there_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(file_reader, "_ROOM", 3 << 20)
+        locks = Locks()
+        readers = FileReaders(locks)
+        path = tmp_path / "large.jpg"
+        path.write_bytes(jpeg(4)[:-2] + bytes(150_000) + jpeg(4)[-2:])
+        assert warm(readers, [path] * 16)
+        assert locks.asked == [3 << 20]
+        readers.close()
+
+    def test_one_that_cannot_is_asked_once(self, paths: list[Path]) -> None:
+        asked = []
+
+        def refuse(address: int, nbytes: int) -> Callable[[], object]:
+            asked.append(nbytes)
+            raise RuntimeError("operation not supported")
+
+        readers = FileReaders(refuse)
+        for _ in range(3):
+            assert warm(readers, paths) == expected(paths)
+        assert len(asked) == 1
+        readers.close()
+
+    def test_a_forked_process_leaves_it(self, paths: list[Path]) -> None:
+        locks = Locks()
+        readers = FileReaders(locks)
+        warm(readers, paths)
+        readers.forget()
+        gc.collect()
+        assert len(locks.held) == 1
+
+
 class TestEnd:
     def test_nothing_is_left(self, paths: list[Path]) -> None:
         before = descriptors(), children(), threading.active_count()
