@@ -212,8 +212,8 @@ class Decoder:
     Where nvImageCodec decodes, batches of 16 paths and more are read by helper processes, one for each thread that
     decodes, at most three: `python ... flcuda-file-reader` in the system's list. They start with the first batches, run
     nothing of the user's and end with `close`, the decoder or this process, however it ends. What they read into is
-    page-locked where the system allows it, 8 to 64 MiB for each: a batch's bytes, to the next power of two. Without them
-    everything is the same, but for the speed.
+    page-locked where the system allows it: 8 to 64 MiB for each, the next power of two to a batch's bytes. Without
+    them everything is the same, but for the speed.
 
     Args:
         device: where the pixels go; None is CUDA where there is a device.
