@@ -46,7 +46,8 @@ def gather_images(
     lists = (sources, offsets, rows, row_bytes, row_bytes if pitches is None else pitches)
     columns = [np.asarray(each, np.int64) for each in lists]
     if len({each.shape for each in columns}) != 1 or columns[0].ndim != 1:
-        raise ValueError(f"sources, offsets, rows, row_bytes, pitches: {[each.shape for each in columns]} in number")
+        shapes = ", ".join(str(each.shape) for each in columns)
+        raise ValueError(f"sources, offsets, rows, row_bytes and pitches must be (n,) alike, not {shapes}")
     if not len(columns[0]):
         return
     # As kernels/images.cu reads it.

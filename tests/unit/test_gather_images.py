@@ -77,7 +77,8 @@ def test_nothing_is_launched_for_nothing(on_host):
         (np.zeros((2, 4), np.uint8), ([0], [1], [1], [8]), ValueError, "pixels"),
         (np.zeros(8, np.uint8), ([1], [1], [2], [4]), ValueError, "end at 9"),
         (np.zeros(8, np.uint8), ([-1], [1], [2], [4]), ValueError, "pixels"),
-        (np.zeros(8, np.uint8), ([0, 4], [1], [1], [4]), ValueError, "in number"),
+        (np.zeros(8, np.uint8), ([0, 4], [1], [1], [4]), ValueError, "alike, not"),
+        (np.zeros(8, np.uint8), (0, 1, 2, 4), ValueError, "alike, not"),
     ],
 )
 def test_bad_input(on_host, pixels, lists, error, words):
