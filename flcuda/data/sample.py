@@ -26,7 +26,6 @@ What the ring needs of CUDA is the `Link`; without one (the CPU device) fields a
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -104,10 +103,6 @@ class Link(Protocol):
         """Returns the calling thread's current stream of the device."""
         ...
 
-    def is_anothers(self, stream: Any) -> bool:
-        """Says whether a stream that `stream` returned is another thread's own default one, out of reach here."""
-        ...
-
     def is_capturing(self, stream: Any) -> bool:
         """Says whether a graph is captured where work on this stream would end up in it, or break it."""
         ...
@@ -135,13 +130,6 @@ class Link(Protocol):
     def close(self) -> None:
         """Gives the streams back, and the memory that was allocated in their order."""
         ...
-
-
-@dataclass(frozen=True)
-class _OwnStream:
-    """A thread's own default stream, for which CUDA has one handle: it means the calling thread's, whoever that is."""
-
-    thread: threading.Thread
 
 
 class CudaLink:
@@ -235,22 +223,13 @@ class CudaLink:
 
     def stream(self) -> Any:
         """Returns the calling thread's current stream of the device."""
-        stream = self._cuda.get_current_stream(self.device.index)
-        is_own = stream.ptr == self._cuda.runtime.streamPerThread
-        return _OwnStream(threading.current_thread()) if is_own else stream
-
-    def is_anothers(self, stream: Any) -> bool:
-        """Says whether a stream that `stream` returned is another thread's own default one, out of reach here."""
-        return isinstance(stream, _OwnStream) and stream.thread is not threading.current_thread()
-
-    def _of_cupy(self, stream: Any) -> Any:
-        return self._cuda.Stream.ptds if isinstance(stream, _OwnStream) else stream
+        return self._cuda.get_current_stream(self.device.index)
 
     def is_capturing(self, stream: Any) -> bool:
         """Says whether a graph is captured where work on this stream would end up in it, or break it."""
         try:
             with self.device.use():
-                return bool(self._of_cupy(stream).is_capturing())
+                return bool(stream.is_capturing())
         except self._cuda.runtime.CUDARuntimeError as error:
             if error.status == devices.CUDA_ERROR_CAPTURE_IMPLICIT:
                 return True
@@ -264,14 +243,14 @@ class CudaLink:
         with self.device.use():
             # Blocking: a worker that waits leaves its core to the others.
             event = self._cuda.Event(block=True, disable_timing=True)
-            event.record(self._copy if stream is None else self._of_cupy(stream))
+            event.record(self._copy if stream is None else stream)
         return event
 
     def follow(self, event: Any, stream: Any = None) -> None:
         """Makes a stream, by default the copy stream, wait for an event."""
         # The default stream is that of the current device, and a consumer's may be another.
         with self.device.use():
-            (self._copy if stream is None else self._of_cupy(stream)).wait_event(event)
+            (self._copy if stream is None else stream).wait_event(event)
 
     def wait(self, event: Any) -> None:
         """Makes the host wait for an event."""
@@ -437,8 +416,7 @@ class Sample:
         Does nothing when it was released before.
 
         Raises:
-            FlcudaError: the current stream, or one that read it, captures a graph; or one that read it is another
-                thread's per-thread default stream.
+            FlcudaError: the current stream, or one that read it, captures a graph.
         """
         if self._released:
             return
@@ -448,11 +426,6 @@ class Sample:
             # Work that another stream ordered after the reads may be queued here.
             streams[link.stream()] = None
             for stream in streams:
-                if link.is_anothers(stream):
-                    raise FlcudaError(
-                        f"sample {self.index} was read on the per-thread default stream of another thread, which alone "
-                        "can release it: read it there on a stream that you make"
-                    )
                 if link.is_capturing(stream):
                     raise FlcudaError(f"sample {self.index} cannot be released while a stream of it captures a graph")
             self._readers = self._recorded(link, streams)
@@ -485,17 +458,12 @@ class Sample:
             )
 
     def _abandon(self) -> None:
-        """Releases it for an iteration that ends on whatever thread.
-
-        Streams that capture are not waited for, nor other threads' own: to free the memory, as is done next, waits for
-        all of the device.
-        """
+        """Releases it for an iteration that ends on whatever thread; streams that capture are not waited for."""
         if self._released:
             return
         link = self._link
         if link is not None:
-            within_reach = [each for each in self._streams if not link.is_anothers(each)]
-            self._readers = self._recorded(link, [each for each in within_reach if not link.is_capturing(each)])
+            self._readers = self._recorded(link, [each for each in self._streams if not link.is_capturing(each)])
         self._let_go()
 
     def _recorded(self, link: Link, streams: Iterable[Any]) -> tuple[Any, ...]:

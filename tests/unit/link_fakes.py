@@ -62,8 +62,6 @@ class Stream:
         self.name = name
         self.queue: collections.deque[tuple[str, Any]] = collections.deque()
         self.capturing = False
-        # That it is the own default stream of.
-        self.thread: threading.Thread | None = None
 
 
 class FakeLink:
@@ -162,24 +160,18 @@ class FakeLink:
     def stream(self) -> Stream:
         return getattr(self._current, "stream", self.null)
 
-    def is_anothers(self, stream: Stream) -> bool:
-        return stream.thread not in (None, threading.current_thread())
-
     def is_capturing(self, stream: Stream) -> bool:
-        self._require_reach(stream)
         return stream.capturing
 
     def record(self, stream: Stream | None = None) -> Event:
         event = Event()
         target = self.copy_stream if stream is None else stream
-        self._require_reach(target)
         assert not target.capturing, "an event of the prefetcher is in the consumer's graph"
         self._queue(target, "record", event)
         return event
 
     def follow(self, event: Event, stream: Stream | None = None) -> None:
         target = self.copy_stream if stream is None else stream
-        self._require_reach(target)
         assert not target.capturing, "a graph waits for what is outside of it"
         self._queue(target, "wait", event)
 
@@ -201,9 +193,6 @@ class FakeLink:
         self.closed += 1
 
     # --- the device's side ---
-
-    def _require_reach(self, stream: Stream) -> None:
-        assert not self.is_anothers(stream), "the handle means another stream on this thread"
 
     def _allocated(self, kind: str, nbytes: int) -> Any:
         array = np.full(nbytes, GARBAGE, np.uint8)

@@ -1,9 +1,5 @@
 """Samples and the ring of buffers, on a device that runs what is queued as late as it may."""
 
-import threading
-import types
-from concurrent.futures import ThreadPoolExecutor
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,8 +8,7 @@ from hypothesis import strategies as st
 from link_fakes import Event, FakeLink, Pool, Resident, memory_of
 
 from flcuda.data.images import ImageBatch
-from flcuda.data.sample import CudaLink, Ring, RingMemory, Sample, Slot
-from flcuda.device import Device
+from flcuda.data.sample import Ring, RingMemory, Sample, Slot
 from flcuda.errors import FlcudaError
 
 DTYPES = (np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64, np.bool_, np.complex64, ml_dtypes.bfloat16)
@@ -273,65 +268,6 @@ def test_nothing_is_first_read_or_released_within_a_capture():
     assert sample.arrays() is arrays
     stream.capturing = False
     sample.release()
-
-
-def read_on_its_own_stream(link: FakeLink, sample: Sample, found: list[np.ndarray]) -> None:
-    stream = link.new_stream("own")
-    stream.thread = threading.current_thread()
-    with link.on(stream):
-        (array,) = sample.arrays()
-        link.launch(lambda: found.append(array.copy()))
-
-
-def test_only_a_thread_itself_knows_when_its_own_stream_has_read():
-    link = FakeLink()
-    ring = Ring(link, 1)
-    sample = send(ring, 0, stamped(7))
-    found = []
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(read_on_its_own_stream, link, sample, found).result()
-        for _ in range(2):
-            with pytest.raises(
-                FlcudaError, match="sample 0 was read on the per-thread default stream of another thread"
-            ):
-                sample.release()
-            assert sample.state == "in transit"
-        pool.submit(sample.release).result()
-    send(ring, 0, stamped(8))
-    link.drain()
-    np.testing.assert_array_equal(found, [stamped(7)])
-
-
-def test_close_after_reads_on_another_threads_own_stream():
-    link = FakeLink()
-    ring = Ring(link, 1)
-    sample = send(ring, 0, stamped(7))
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(read_on_its_own_stream, link, sample, []).result()
-    ring.close()
-    assert sample.state == "released"
-    assert link.closed == 1
-
-
-def test_per_thread_streams_are_each_threads_own(monkeypatch):
-    """CuPy says of them that they are equal, and CUDA takes the calling thread's for all."""
-    cupy = pytest.importorskip("cupy")
-    current = {"stream": cupy.cuda.Stream.ptds}
-    cuda = types.SimpleNamespace(runtime=cupy.cuda.runtime, get_current_stream=lambda _: current["stream"])
-    link = CudaLink.__new__(CudaLink)
-    link.device, link._cuda = Device("cuda", 0), cuda
-    with ThreadPoolExecutor(1) as pool:
-        mine, others = link.stream(), pool.submit(link.stream).result()
-        assert mine == link.stream()
-        assert mine != others
-        assert len({mine, link.stream(), others}) == 2
-        assert not link.is_anothers(mine)
-        assert link.is_anothers(others)
-        assert pool.submit(link.is_anothers, mine).result()
-        for stream in (cupy.cuda.Stream.null, types.SimpleNamespace(ptr=1000)):
-            current["stream"] = stream
-            assert link.stream() is stream
-            assert not pool.submit(link.is_anothers, stream).result()
 
 
 def test_transforms_run_once_and_other_streams_wait_for_them():
